@@ -351,15 +351,16 @@ def test_compile(device):
 
 def test_compile_of_norms(device):
     indices, weight = draw(device, (6, 8), (4, 2))
-    expected, mine = weight.detach().clone(), weight.detach().clone()
-    native.embedding(indices, expected, max_norm=0.5)
+    # Native's on the CPU: its CUDA kernel, beside other processes, once gave a row a fifth of the norm.
+    expected, mine = weight.detach().cpu().clone(), weight.detach().clone()
+    native.embedding(indices.cpu(), expected, max_norm=0.5)
     torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.compile(lambda i, w: F.embedding(i, w, max_norm=0.5), backend="aot_eager")(
             indices, mine
         )
-    torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(mine.cpu(), expected)
 
 
 def test_explain():

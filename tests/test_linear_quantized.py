@@ -76,7 +76,7 @@ def test_many_features(device, dtype, form):
 
 @pytest.mark.gpu
 @forms
-@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65, 128, 129, 256, 257])
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65, 128, 129, 256, 512, 513])
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_tiles_of_tokens(form, rows, low):
     """Around each number of rows at which the plan changes: one tile of features and parts of a
@@ -86,6 +86,21 @@ def test_tiles_of_tokens(form, rows, low):
         x = torch.randn(rows, features, device="cuda").to(low).requires_grad_()
         bias = torch.randn(outputs, device="cuda").to(low).requires_grad_()
         both(form, x, w, bias, fragments=True, ahead=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 64, 128, 192, 256, 320, 960])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_tiles_of_any_group(group, zeros):
+    """Groups that begin and end inside of the 256 k of a tile of dx, and a last tile with part of
+    them."""
+    features = 1152 if group in (128, 256) else 960
+    if features % group:
+        features = 5 * group
+    w = weight((4, group, zeros), 80, features, "cuda", torch.bfloat16, fragments=True)
+    for rows in (3, 30, 70):
+        x = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        both(None, x, w, None, fragments=True)
 
 
 @pytest.mark.gpu
@@ -106,7 +121,7 @@ def test_weight_in_memory(device, dtype, fragments):
         for outputs, features in ((16, 192), (32, 576), (48, 1152)):
             codes, scales, zeros = weight(form, outputs, features, device, dtype, fragments)
             expected = dequantize(codes, scales, zeros, fragments) + 0
-            for rows in (outputs, 260):  # by a fused kernel; by the weight in memory
+            for rows in (outputs, 516):  # by a fused kernel; by the weight in memory
                 eye = torch.eye(rows, outputs, device=device, dtype=dtype)
                 found = ops.linear_quantized_backward(eye, codes, scales, zeros, fragments)
                 assert_same(found[:outputs], expected)
@@ -434,14 +449,15 @@ def test_plans(bits):
         call = "linear_quantized", x, codes, scales
         return str(warpwright.explain(*call, fragments=True, device=device))
 
-    tokens = {1: 8, 8: 8, 9: 16, 16: 16, 17: 64, 64: 64, 65: 128, 128: 128, 129: 256, 256: 256}
+    tokens = {1: 8, 8: 8, 9: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64, 65: 128, 512: 128}
     for rows, tile in tokens.items():
         found = text(rows)
         assert f"by {tile} tokens" in found, rows
         forward, *_, backward = found.splitlines()[1:]
         assert ("stages per warp" in forward) == (rows <= 16), rows
-        assert f"k by {max(tile, 64)} tokens" in backward, rows
-    assert text(257).count("more than 256 rows") == 2
+        assert f"k by {max(tile, 32)} tokens" in backward, rows
+    assert text(512).count("tiles of tokens: 4") == 2
+    assert text(513).count("more than 512 rows") == 2
     for rows in (17, 64):  # an A100 has no clusters
         assert "stages per warp" in text(rows, device="a100")
     assert "an H100's" in text(65, device="a100")

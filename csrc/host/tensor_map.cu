@@ -8,6 +8,7 @@
 
 #include "common/ceil_div.h"
 #include "host/launch.h"
+#include "host/tensor_map_bytes.h"
 #include "host/tensor_map_pixels.h"
 #include "host/tensor_map_ragged.h"
 
@@ -79,6 +80,24 @@ CUtensorMap make_tensor_map(const TensorMap2d& m) {
                         const_cast<void*>(m.pointer), extents, pitch_bytes, box, steps,
                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  });
+}
+
+CUtensorMap make_bytes_tensor_map(const TensorMapBytes& m) {
+  constexpr const char* kName = "cuTensorMapEncodeTiled";
+  constexpr cuuint64_t kElement = 8;  // bytes: a box has at most 256 elements per row
+  static const auto encode_tiled = find_driver_function<PFN_cuTensorMapEncodeTiled_v12000>(kName);
+  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(m.inner) / kElement,
+                                 static_cast<cuuint64_t>(m.outer)};
+  const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(m.outer == 1 ? m.inner : m.pitch)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(m.box_inner / kElement),
+                             static_cast<cuuint32_t>(m.box_outer)};
+  const cuuint32_t steps[2] = {1, 1};
+  return encoded(kName, [&](CUtensorMap* map) {
+    return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT64, 2, const_cast<void*>(m.pointer),
+                        extents, pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
 }
 

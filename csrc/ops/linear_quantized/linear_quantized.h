@@ -67,22 +67,24 @@ constexpr int kMaxQuantizedDepth = 8;   // stages of a warp's ring
 constexpr int kQuantizedCtasPerSm = 2;
 constexpr int64_t kFewQuantizedRows = 16;  // of x in one pass
 constexpr int64_t kMaxQuantizedRows = 64;  // of x by passes: then a weight in memory is faster
-constexpr int64_t kMaxTiledRows = 256;     // of x by tiles: the widest wgmma
-constexpr int kTiledBlocks = 8;            // of 16 columns per CTA
-constexpr int kMaxTiledRanks = 4;
-constexpr int64_t kTiledK = 64;   // per stage
-constexpr int kTiledPitch = 132;  // floats per token in shared memory: lanes on different banks
+constexpr int64_t kMaxTiledRows = 512;     // of x by tiles
+constexpr int kTiledColumns = 256;         // of the result per CTA
+constexpr int kTiledBlocks = kTiledColumns / 16;
+constexpr int kTiledUnits = kTiledColumns / 64;
+constexpr int64_t kTiledK = 64;  // per stage
+// Floats per token in shared memory: lanes on different banks.
+constexpr int kTiledPitch = kTiledColumns + 4;
 
 struct LinearQuantizedPlan {
   bool fused;  // codes become operands in registers; else the weight is written in x's dtype first
-  bool tiled;  // by wgmma, all tokens in one tile
-  bool gradient;  // dx = dy W: the columns are W's k, and the sums are over its features
-  int tiles;      // of 8 tokens per pass
-  int64_t passes;
-  int blocks;  // of 16 features per CTA
-  int ranks;   // CTAs that share k: a cluster
-  int depth;   // stages of the ring of each warp, or of the CTA
-  int early;   // stages of codes that `ahead` copies before the previous kernel ends
+  bool tiled;  // by wgmma
+  bool gradient;   // dx = dy W: the columns are W's k, and the sums are over its features
+  int tiles;       // of 8 tokens per pass
+  int64_t passes;  // over the codes: one after another, or CTAs of their own if `tiled`
+  int blocks;      // of 16 features per CTA
+  int ranks;       // CTAs that share k: a cluster
+  int depth;       // stages of the ring of each warp, or of the CTA
+  int early;       // stages of codes that `ahead` copies before the previous kernel ends
   int64_t ctas;
   int64_t workspace_bytes;  // tokens in the order of stages, aligned to 16 bytes
   const char* reason;
@@ -130,27 +132,30 @@ constexpr int64_t tiled_block_bytes(int bits) {
   return kFragmentBytes * kTiledK / fragment_k(bits);
 }
 
-// int8's scale multiplies y's sums. In the gradient it varies along the sum, so it comes with
-// codes.
+// Rows of scales that a stage has. y: of its 64 k; int8's scale multiplies the sums. dx: of the
+// tile's 256 k.
 inline int tiled_scale_rows(const QuantizedWeight& w, bool gradient) {
-  return w.bits == 8 ? (gradient ? 1 : 0) : scale_rows_per_stage(w);
+  if (!gradient) return w.bits == 8 ? 0 : scale_rows_per_stage(w);
+  if (w.group == w.features || w.group % kTiledColumns == 0) return 1;
+  return kTiledColumns % w.group == 0 ? kTiledColumns / static_cast<int>(w.group) : 2;
 }
 
-// One stage of a CTA: tokens, codes of eight units, their scales and zeros. The ring's memory takes
-// the sums at the end; the barriers follow.
+// One stage of a CTA: tokens, codes of a unit per 16 columns, their scales and zeros. The ring's
+// memory takes the sums at the end; the barriers follow.
 struct TiledStage {
-  int64_t codes, scales, zeros, bytes;  // offsets, and the size
+  int64_t codes, scales, zeros, end, bytes;  // offsets, and the size
   int64_t barriers;
 };
 
 inline TiledStage tiled_stage(const QuantizedWeight& w, const LinearQuantizedPlan& plan) {
-  const int64_t rows = tiled_scale_rows(w, plan.gradient), features = 128;
+  const int64_t features = plan.gradient ? kTiledK : kTiledColumns;
+  const int64_t scales = tiled_scale_rows(w, plan.gradient) * features;
   TiledStage stage{};
   stage.codes = int64_t{plan.tiles} * 8 * 128;
   stage.scales = stage.codes + kTiledBlocks * tiled_block_bytes(w.bits);
-  stage.zeros = stage.scales + rows * features * 2;
-  const int64_t end = stage.zeros + (w.zeros != nullptr ? rows * features : 0);
-  stage.bytes = ceil_div(end, int64_t{1024}) * 1024;  // a pattern of the swizzle
+  stage.zeros = stage.scales + scales * 2;
+  stage.end = stage.zeros + (w.zeros != nullptr ? scales : 0);
+  stage.bytes = ceil_div(stage.end, int64_t{1024}) * 1024;  // a pattern of the swizzle
   const int64_t sums = int64_t{plan.tiles} * 8 * kTiledPitch * 4;
   stage.barriers = std::max(plan.depth * stage.bytes, sums);
   return stage;
@@ -165,8 +170,7 @@ inline int64_t tiled_smem_bytes(const QuantizedWeight& w, const LinearQuantizedP
 // Null if the kernels of tiles can take a call that the kernel of few rows can, else why not.
 inline const char* why_not_tiled(const LinearQuantizedParams& p, bool gradient) {
   if (!p.sm90) return "wgmma and clusters are an H100's";
-  if (p.rows > kMaxTiledRows)
-    return "more than 256 rows: a code would become an operand more than once";
+  if (p.rows > kMaxTiledRows) return "more than 512 rows: a code would become an operand too often";
   if (p.weight.features % kTiledK != 0) return "the features are no multiple of 64";
   if ((gradient || p.weight.bits == 4) && p.weight.scale_dtype != p.dtype) {
     return "scales of another type would be rounded twice";
@@ -174,47 +178,67 @@ inline const char* why_not_tiled(const LinearQuantizedParams& p, bool gradient) 
   return nullptr;
 }
 
-// At least so many clusters of 1 to 4 CTAs are resident, one CTA per SM. Where four clusters of 4
-// fit, five of 3 do.
+// About so many clusters are resident, one CTA per SM. Where two clusters of 8 fit, three of 5 do,
+// and where four of 4 fit, five of 3. Of the SMs that clusters of 8 leave, half complete one of 6.
 inline int64_t resident_tiles(int ranks, const DeviceInfo& device) {
-  if (ranks == 3) return int64_t{device.clusters[2]} * 5 / 4;
-  return device.clusters[ranks / 2];
+  const int64_t of_8 = device.clusters[3];
+  switch (ranks) {
+    case 3:
+      return int64_t{device.clusters[2]} * 5 / 4;
+    case 5:
+      return of_8 * 3 / 2;
+    case 6:
+      return of_8 + (device.num_sms - 8 * of_8) / 12;
+    case 8:
+      return of_8;
+    default:
+      return device.clusters[ranks / 2];
+  }
 }
 
-// How clusters share the sum. The cost is in cycles: a unit takes the longest of its products, its
-// conversion and its bytes from L2; then the sums are added.
+// Cycles of a unit of 64 along the sum: of its products, of the bytes that it takes from L2, and of
+// the conversion (measured: docs/kernels/linear_quantized.md).
+inline int64_t tiled_unit_cycles(const QuantizedWeight& w, const LinearQuantizedPlan& plan) {
+  constexpr int64_t kBytesPerCycle = 24;
+  const int64_t products = int64_t{plan.tiles} * 8 * 8;
+  const int64_t conversion = w.bits == 4 ? (plan.gradient ? 740 : 650) : plan.gradient ? 1030 : 500;
+  return std::max({products, conversion, tiled_stage(w, plan).end / kBytesPerCycle});
+}
+
+// How clusters share the sum, by the cycles of a CTA. `fixed`: the first stage's way, and the sums'
+// way through shared memory.
 inline void share_tiles(const LinearQuantizedParams& p, const DeviceInfo& device,
                         LinearQuantizedPlan& plan) {
-  constexpr int64_t kConvertCycles = 300, kBytesPerCycle = 24, kSumCycles = 3000;
+  const int64_t fixed = 12000 + int64_t{plan.tiles} * 320;
   const int64_t columns = plan.gradient ? p.weight.features : p.weight.outputs;
   const int64_t units = ceil_div(plan.gradient ? p.weight.outputs : p.weight.features, kTiledK);
-  const int64_t unit = std::max({int64_t{plan.tiles} * 8 * 4, kConvertCycles,
-                                 tiled_stage(p.weight, plan).bytes / kBytesPerCycle});
+  const int64_t tiles = ceil_div(columns, int64_t{kTiledColumns}) * plan.passes;
+  const int64_t unit = tiled_unit_cycles(p.weight, plan);
   int64_t least = 0;
-  for (int ranks = 1; ranks <= kMaxTiledRanks; ++ranks) {
+  for (int ranks : {1, 2, 3, 4, 5, 6, 8}) {
     const int64_t resident = std::max<int64_t>(resident_tiles(ranks, device), 1);
-    const int64_t tiles = ceil_div(columns, int64_t{128});
-    const int64_t cost = ceil_div(tiles, resident) * (ceil_div(units, int64_t{ranks}) * unit +
-                                                      kSumCycles * (ranks > 1 ? 2 : 1));
+    const int64_t cost =
+        ceil_div(tiles, resident) * (ceil_div(units, int64_t{ranks}) * unit + fixed);
     if (plan.ranks != 0 && cost >= least) continue;
     least = cost;
     plan.ranks = ranks;
     plan.ctas = tiles * ranks;
   }
-  plan.workspace_bytes = units * plan.tiles * 8 * 128;
+  plan.workspace_bytes = plan.passes * units * plan.tiles * 8 * 128;
 }
 
 inline LinearQuantizedPlan choose_tiles(const LinearQuantizedParams& p, const DeviceInfo& device,
                                         bool gradient) {
   LinearQuantizedPlan plan{.fused = true, .tiled = true, .gradient = gradient};
-  plan.tiles = p.rows <= 64 ? 8 : p.rows <= 128 ? 16 : 32;
-  plan.passes = 1;
+  plan.tiles = p.rows <= 32 ? 4 : p.rows <= 64 ? 8 : 16;
+  plan.passes = ceil_div(p.rows, int64_t{plan.tiles} * 8);
   plan.blocks = kTiledBlocks;
   share_tiles(p, device, plan);
   const int64_t fitting =
       (device.smem_per_block - kMaxQuantizedDepth * 16) / tiled_stage(p.weight, plan).bytes;
   plan.depth = static_cast<int>(std::clamp<int64_t>(fitting, 2, kMaxQuantizedDepth));
-  plan.reason = "each code is read once and becomes wgmma's operand in registers";
+  plan.reason = plan.passes == 1 ? "each code is read once and becomes wgmma's operand in registers"
+                                 : "codes become wgmma's operand in registers";
   return plan;
 }
 
@@ -317,6 +341,7 @@ inline std::string describe(const LinearQuantizedPlan& plan) {
     return "wg" + tile + std::to_string(plan.depth) +
            " stages, CTAs: " + std::to_string(plan.ctas) +
            (plan.ranks == 1 ? "" : " in clusters of " + std::to_string(plan.ranks)) +
+           (plan.passes == 1 ? "" : ", tiles of tokens: " + std::to_string(plan.passes)) +
            ", workspace " + std::to_string(plan.workspace_bytes) + " bytes (" + plan.reason + ")";
   }
   return tile + std::to_string(kQuantizedWarps * plan.ranks) +

@@ -21,7 +21,7 @@ def linear_quantized(
     """``input @ W.T + bias`` of a weight in integer codes, ``W = (codes - zeros) * scales``.
 
     The gradient goes to ``input`` and ``bias``, as training an adapter needs; codes and scales are
-    constants. On Hopper, for up to 256 rows of a 16-bit ``input`` or of its gradient, the kernels
+    constants. On Hopper, for up to 512 rows of a 16-bit ``input`` or of its gradient, the kernels
     convert codes in fragment order to operands in registers. Other calls first write the weight to
     memory in the dtype of ``input``. :class:`warpwright.nn.QuantizedLinear` keeps the
     order that its device needs.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "host/launch_cluster.h"
+#include "host/tensor_map_bytes.h"
 #include "ops/linear_quantized/cuda/launch.cuh"
 #include "ops/linear_quantized/cuda/tiled_sm90.cuh"
 
@@ -16,9 +17,30 @@ void launch_tiled(const LinearQuantizedParams& call, const LinearQuantizedPlan& 
   p.tokens = static_cast<const char*>(tokens);
   p.depth = plan.depth;
   p.ranks = plan.ranks;
-  p.scale_rows = tiled_scale_rows(call.weight, kGradient);
+  p.passes = static_cast<int>(plan.passes);
+  const QuantizedWeight& w = call.weight;
+  const int64_t unit_bytes = tiled_block_bytes(kBits),
+                row_bytes = w.features / kTiledK * unit_bytes;
+  p.codes = make_bytes_tensor_map({w.codes, row_bytes, w.outputs / kFragmentFeatures, row_bytes,
+                                   kGradient ? 2048 : static_cast<int>(unit_bytes),
+                                   kGradient ? 4 : kTiledBlocks});
+  p.scale_rows = tiled_scale_rows(w, kGradient);
+  if (p.scale_rows != 0) {
+    const int64_t groups = w.features / w.group;
+    const int features = kGradient ? static_cast<int>(kTiledK) : kTiledColumns;
+    p.scales = make_bytes_tensor_map(
+        {w.scales, w.outputs * 2, groups, w.scale_strides[1] * 2, features * 2, p.scale_rows});
+    if (w.zeros != nullptr) {
+      p.zeros = make_bytes_tensor_map(
+          {w.zeros, w.outputs, groups, w.zero_strides[1], features, p.scale_rows});
+    }
+  }
+  p.rows_per_unit = w.group < kTiledK ? 2 : 1;
+  const int64_t per_group = w.group / kTiledK;  // units
+  p.group_divisor =
+      per_group > 1 ? static_cast<uint32_t>(((int64_t{1} << 32) + per_group - 1) / per_group) : 0;
   auto run = [&]<bool kZeros>() {
-    for_int<64, 128, 256>(plan.tiles * 8, [&]<int kTokens>() {
+    for_int<32, 64, 128>(plan.tiles * 8, [&]<int kTokens>() {
       launch_overlapping(true, linear_quantized_tiled_kernel<T, kBits, kGradient, kZeros, kTokens>,
                          dim3(static_cast<unsigned>(plan.ctas)), dim3(kTiledThreads), plan.ranks,
                          tiled_smem_bytes(call.weight, plan), stream, p);

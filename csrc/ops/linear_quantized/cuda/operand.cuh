@@ -47,6 +47,19 @@ __device__ __forceinline__ uint32_t offset_pair(uint32_t zero) {
   return IntegerBits<T>::kBase | zero * 0x10001u;
 }
 
+// One half in both.
+__device__ __forceinline__ uint32_t low_halves(uint32_t pair) {
+  return __byte_perm(pair, 0, 0x1010);
+}
+__device__ __forceinline__ uint32_t high_halves(uint32_t pair) {
+  return __byte_perm(pair, 0, 0x3232);
+}
+
+// The lowest bytes in the halves.
+__device__ __forceinline__ uint32_t two_bytes_to_halves(uint32_t bytes) {
+  return __byte_perm(bytes, 0, 0x4140);
+}
+
 // Features g (a[0], a[2]) and g + 8 (a[1], a[3]) of one word.
 template <class T>
 __device__ __forceinline__ void int4_operand(uint32_t (&a)[4], uint32_t word, uint32_t offset,
@@ -70,6 +83,15 @@ __device__ __forceinline__ void int8_pairs(uint32_t& first, uint32_t& second, ui
   };
   first = __byte_perm(value(0x7440), value(0x7441), 0x7632);
   second = __byte_perm(value(0x7442), value(0x7443), 0x7632);
+}
+
+// The lower and the upper bytes of both halves, each two bytes stored as q + 128.
+__device__ __forceinline__ void int8_halves(uint32_t& lower, uint32_t& upper, uint32_t word, half) {
+  lower = subtract_pair<half>(__byte_perm(word, 0x64646464u, 0x4240), 0x64806480u);
+  upper = subtract_pair<half>(__byte_perm(word, 0x64646464u, 0x4341), 0x64806480u);
+}
+__device__ __forceinline__ void int8_halves(uint32_t& lower, uint32_t& upper, uint32_t word, bf16) {
+  int8_pairs(lower, upper, __byte_perm(word, 0, 0x3120), bf16());
 }
 
 template <class T>
