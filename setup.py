@@ -174,14 +174,16 @@ def shared_headers(path: str) -> tuple[str, ...] | None:
 
     An op's registration and autograd read the same headers of torch, and the parts of explain()
     those of pybind11. So do the instances of one kernel; those of the matrix product and of sm_90
-    compile much longer than they read.
+    compile much longer than they read, unless FAST_COMPILE leaves their optimisation out.
     """
     if path.startswith("csrc/python/explain"):
         return ("explain",)
     op = re.match(r"csrc/(ops/\w+|torch)/(torch/)?(\w+)\.cpp$", path)
     if op is not None and (op[1] == "torch" or op[2] or op[3].endswith("_torch")):
         return (op[1],)
-    if "/instances/" not in path or re.search("/gemm/|sm90|implicit_gemm", path):
+    if "/instances/" not in path:
+        return None
+    if not FAST_COMPILE and re.search("/gemm/|sm90|implicit_gemm", path):
         return None
     includes = re.findall(r"^#include .*$", (ROOT / path).read_text(), re.MULTILINE)
     return (os.path.dirname(path), *includes)
@@ -194,6 +196,7 @@ def compile_together(paths: list[str], folder: Path) -> list[str]:
     headers for 4 s and those of pybind11 for 9 s.
     """
     made, groups = [], {}
+    most = TOGETHER * 2 if FAST_COMPILE else TOGETHER
     for path in paths:
         key = shared_headers(path)
         if key is None:
@@ -202,7 +205,7 @@ def compile_together(paths: list[str], folder: Path) -> list[str]:
             groups.setdefault(key, []).append(path)
     folder.mkdir(parents=True, exist_ok=True)
     for members in groups.values():
-        count = -(-len(members) // TOGETHER)
+        count = -(-len(members) // most)
         for i in range(count):
             group = members[i::count]
             if len(group) == 1:
