@@ -322,6 +322,20 @@ def test_freed_beside_another_kind(call, dtype):
         call(x)
 
 
+def test_freed_beside_a_class_that_overrides():
+    """Its override may call native, which would read on."""
+
+    class Named(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.ones(4, 4)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="its data is not allocated"):
+        F.linear(torch.ones(3, 4).as_subclass(Named), x)
+
+
 def rotated_by_differentiated_tables(x):
     tables = torch.ones(2, 1, 3, 4, device=x.device, requires_grad=True)
     return F.rotary_embedding(x.view(1, 1, 3, 4), torch.ones(1, 1, 3, 4, device=x.device), *tables)

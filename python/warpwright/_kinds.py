@@ -42,6 +42,7 @@ def _with_native(name: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) and _is_overridden(args, kwargs):
+            _require_storages(name, overload._schema, args, kwargs)
             return NATIVE_OPERATORS[name](*args, **kwargs)
         try:
             return run(*args, **kwargs)
