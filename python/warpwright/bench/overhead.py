@@ -88,7 +88,7 @@ def overhead_rows(device: str, rounds: int) -> list[Row]:
         for which, make in zip(PASSES, (forward, both), strict=True):
             functions = {name: make(f) for name, f in IMPLEMENTATIONS.items()}
             for name, samples in microseconds(functions, rounds).items():
-                lo, median, hi = statistics.quantiles(samples, n=4)
+                lo, median, hi = statistics.quantiles(samples, n=4, method="inclusive")
                 rows.append(
                     {
                         "op": op,
