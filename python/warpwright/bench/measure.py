@@ -77,7 +77,7 @@ def is_steady(samples: list[float], tolerance: float) -> bool:
 
 
 def _summary(samples: list[float], tolerance: float) -> Timing:
-    quartiles = statistics.quantiles(samples, n=4)
+    quartiles = statistics.quantiles(samples, n=4, method="inclusive")
     return Timing(
         statistics.median(samples),
         quartiles[0],
