@@ -94,9 +94,7 @@ def test_tiles_of_tokens(form, rows, low):
 def test_tiles_of_any_group(group, zeros):
     """Groups that begin and end inside of the 256 k of a tile of dx, and a last tile with part of
     them."""
-    features = 1152 if group in (128, 256) else 960
-    if features % group:
-        features = 5 * group
+    features = {128: 1152, 256: 1280}.get(group, 960)
     w = weight((4, group, zeros), 80, features, "cuda", torch.bfloat16, fragments=True)
     for rows in (3, 30, 70):
         x = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -458,6 +456,12 @@ def test_plans(bits):
         assert f"k by {max(tile, 32)} tokens" in backward, rows
     assert text(512).count("tiles of tokens: 4") == 2
     assert text(513).count("more than 512 rows") == 2
+    wide = 1 << 22
+    x, scales_of_one = torch.empty(1, wide, dtype=torch.bfloat16, device="meta"), scales[:16]
+    if bits == 8:  # one group: its index is a product with a rounded reciprocal
+        codes_of_one = torch.empty(16, wide, dtype=torch.int8, device="meta")
+        call = "linear_quantized", x, codes_of_one, scales_of_one.to("meta")
+        assert "index of a group" in str(warpwright.explain(*call, fragments=True, device="h100"))
     for rows in (17, 64):  # an A100 has no clusters
         assert "stages per warp" in text(rows, device="a100")
     assert "an H100's" in text(65, device="a100")

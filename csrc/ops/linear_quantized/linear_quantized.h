@@ -248,6 +248,10 @@ inline const char* why_not_fused(const LinearQuantizedParams& p, const DeviceInf
   if (!w.fragments) return "the codes are in their plain order";
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "x is no 16-bit type";
   if (device.sm_arch < 80) return "no mma.sync of 16-bit types";
+  // In units of 64 k: launch.cuh's group_divisor().
+  if (w.features / kTiledK * (w.group / kTiledK) >= int64_t{1} << 32) {
+    return "so many features that the index of a group would be rounded";
+  }
   auto is_aligned = [](const void* data, int64_t pitch) {
     return (reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(pitch)) % 16 == 0;
   };

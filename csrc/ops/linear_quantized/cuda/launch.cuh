@@ -5,6 +5,13 @@
 
 namespace warpwright {
 
+// __umulhi(i, group_divisor(per_group)) is i / per_group if i * per_group is below 2^32
+// (why_not_fused). 0: a group has one stage at most.
+inline uint32_t group_divisor(int64_t per_group) {
+  return per_group > 1 ? static_cast<uint32_t>(((int64_t{1} << 32) + per_group - 1) / per_group)
+                       : 0;
+}
+
 inline FusedParams fused_params(const LinearQuantizedParams& call,
                                 const LinearQuantizedPlan& plan) {
   const QuantizedWeight& w = call.weight;
@@ -16,9 +23,7 @@ inline FusedParams fused_params(const LinearQuantizedParams& call,
   p.ranks = plan.ranks;
   p.early = plan.early;
   p.scale_rows = scale_rows_per_stage(w);
-  const int64_t per_group = w.group / fragment_k(w.bits);
-  p.group_divisor =
-      per_group > 1 ? static_cast<uint32_t>(((int64_t{1} << 32) + per_group - 1) / per_group) : 0;
+  p.group_divisor = group_divisor(w.group / fragment_k(w.bits));
   return p;
 }
 

@@ -36,9 +36,7 @@ void launch_tiled(const LinearQuantizedParams& call, const LinearQuantizedPlan& 
     }
   }
   p.rows_per_unit = w.group < kTiledK ? 2 : 1;
-  const int64_t per_group = w.group / kTiledK;  // units
-  p.group_divisor =
-      per_group > 1 ? static_cast<uint32_t>(((int64_t{1} << 32) + per_group - 1) / per_group) : 0;
+  p.group_divisor = group_divisor(w.group / kTiledK);
   auto run = [&]<bool kZeros>() {
     for_int<32, 64, 128>(plan.tiles * 8, [&]<int kTokens>() {
       launch_overlapping(true, linear_quantized_tiled_kernel<T, kBits, kGradient, kZeros, kTokens>,

@@ -36,11 +36,6 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-template <class T>
-__device__ __forceinline__ uint32_t both_halves(T value) {
-  return *reinterpret_cast<const uint16_t*>(&value) * 0x10001u;
-}
-
 // kBase + zero in both halves.
 template <class T>
 __device__ __forceinline__ uint32_t offset_pair(uint32_t zero) {
