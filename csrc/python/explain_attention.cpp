@@ -42,7 +42,8 @@ void set_attention_mask(AttentionParams& p, const std::string& dtype, const Tens
 Lines explain_scaled_dot_product_attention(const std::string& dtype, const TensorLayout& query,
                                            const TensorLayout& key, const TensorLayout& value,
                                            double scale, const std::string& mask_dtype,
-                                           const TensorLayout& mask, bool dropout, bool is_causal,
+                                           const TensorLayout& mask, bool mask_needs_grad,
+                                           bool dropout, bool is_causal,
                                            std::pair<int64_t, int64_t> window, double softcap,
                                            const DeviceInfo& device, bool sm90) {
   auto extent = [](const TensorLayout& x, size_t from_end) {
@@ -72,6 +73,7 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Tenso
   p.softcap = softcap;
   p.scale = scale;
   if (!mask_dtype.empty()) set_attention_mask(p, mask_dtype, mask);
+  if (mask_needs_grad) backward.dmask = reinterpret_cast<void*>(kAligned);
   p.dropout_p = dropout ? 0.5 : 0;
   const bool available = sm90 && device.sm_arch == 90;
   const AttentionPlan forward = choose_attention(p, device, available);
@@ -82,6 +84,8 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Tenso
   lines.push_back({"backward", describe(gradients)});
   if (gradients.gangs.width > 0)
     lines.push_back({"backward workspace", describe(gradients.workspace)});
+  if (mask_needs_grad && gradients.path != AttentionPath::kSm90)
+    lines.push_back({"gradient of attn_mask", "FMA"});
   return lines;
 }
 

@@ -196,6 +196,7 @@ def explain_scaled_dot_product_attention(
     scale: float,
     mask_dtype: str,
     mask: Operand,
+    mask_needs_grad: bool,
     dropout: bool,
     is_causal: bool,
     window: tuple[int, int],

@@ -455,6 +455,7 @@ def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
         scale,
         "" if mask is None else _dtype(mask),
         _operand(query if mask is None else mask),
+        mask is not None and mask.requires_grad,
         a["dropout_p"] > 0,
         a["is_causal"],
         a["window_size"] or (-1, -1),

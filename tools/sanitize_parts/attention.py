@@ -22,6 +22,7 @@ def attention_cases():
             yield f"d{d}-{v}-mask", F.scaled_dot_product_attention, (*args, rand(67, 131)), {}
             visible = rand(67, 131) > 0
             yield f"d{d}-{v}-visible", F.scaled_dot_product_attention, (*args, visible), {}
+            yield f"d{d}-{v}-mask-of-keys", F.scaled_dot_product_attention, (*args, rand(131)), {}
     grouped = (rand(1, 6, 33, 16), rand(1, 2, 65, 16), rand(1, 2, 65, 16))
     yield "gqa", F.scaled_dot_product_attention, grouped, {"enable_gqa": True}
     if DEVICE == "cuda":  # enough heads for the fused backward of sm_90a

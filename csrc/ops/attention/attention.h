@@ -16,6 +16,7 @@
 #include "common/dtype.h"
 #include "common/philox_source.h"
 #include "ops/attention/gang_schedule.h"
+#include "ops/attention/mask_gradient.h"
 #include "ops/attention/mask_tiles.h"
 #include "ops/attention/params.h"
 
@@ -65,6 +66,7 @@ struct AttentionWorkspaceLayout {
   Part row_stats;      // of the backward: attention_row_stats_bytes()
   Part dq_sums;        // of the fused backward: fp32, whole blocks of queries
   Part turns;          // of the fused backward: an int per 64 queries
+  Part mask_gradient;  // of the mask's gradient in parts: fp32, whole tiles
   int64_t bytes = 0;
 
   constexpr Part add(int64_t part_bytes) {
@@ -87,7 +89,8 @@ struct AttentionPlan : AttentionKernels {
 
 // On sm_90a with a schedule of gangs, one kernel computes all gradients.
 struct AttentionBackwardPlan : AttentionPlan {
-  GangSchedule gangs = {};  // width 0: dq has a kernel of its own
+  GangSchedule gangs = {};              // width 0: dq has a kernel of its own
+  MaskGradientPlan mask_gradient = {};  // kSm90, if it is wanted
 };
 
 // TMA's conditions on an operand's rows (16-bit elements): aligned to 16 bytes, and indices of an
@@ -204,6 +207,12 @@ inline AttentionKernels choose_attention_backward_kernels(const AttentionBackwar
   return kernels;
 }
 
+// Whether the kernel of the mask's gradient rounds it to the mask's type, and writes all of it.
+inline bool rounds_mask_gradient(const AttentionBackwardParams& p, const DeviceInfo& device,
+                                 bool sm90) {
+  return choose_attention_backward_kernels(p, device, sm90).path == AttentionPath::kSm90;
+}
+
 // Rows per head of the statistics on sm_90a, whole blocks of the kernels' 64 or 128 queries.
 inline int64_t attention_padded_rows(const AttentionParams& p) {
   return ceil_div(p.S_q, int64_t{128}) * 128;
@@ -279,6 +288,10 @@ inline AttentionBackwardPlan choose_attention_backward(const AttentionBackwardPa
                                             /*backward=*/true)};
   AttentionWorkspaceLayout& w = plan.workspace;
   w.row_stats = w.add(attention_row_stats_bytes(f, plan.path));
+  if (plan.path == AttentionPath::kSm90 && p.dmask != nullptr) {
+    plan.mask_gradient = plan_mask_gradient(f, device.num_sms);
+    w.mask_gradient = w.add(plan.mask_gradient.workspace_bytes());
+  }
   // Alone, each of the kernels for some gradients multiplies less.
   const bool all_kinds = p.dq.data != nullptr && (p.dk.data != nullptr || p.dv.data != nullptr);
   if (plan.path != AttentionPath::kSm90 || plan.head_tile > 128 || plan.has_extras || !all_kinds)
@@ -326,7 +339,7 @@ inline std::string describe(const AttentionBackwardPlan& plan) {
   if (plan.gangs.width > 0)
     text += ", " + std::to_string(plan.gangs.gangs) + " gangs of " +
             std::to_string(plan.gangs.width) + " CTAs add to dq in planned turns";
-  return text + describe_work(plan);
+  return text + describe(plan.mask_gradient) + describe_work(plan);
 }
 // The parts of the fused backward.
 inline std::string describe(const AttentionWorkspaceLayout& workspace) {

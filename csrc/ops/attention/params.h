@@ -103,10 +103,11 @@ struct AttentionBackwardParams {
   // On CUDA: 2 or 3 statistics of each row, accumulator type. The launch points it into the
   // workspace.
   void* row_stats = nullptr;
-  AttentionOperand dq;                     // (B, H, S_q, D), null if not wanted
-  AttentionOperand dk;                     // (B, H_kv, S_k, D), null if not wanted
-  AttentionOperand dv;                     // (B, H_kv, S_k, D_v), null if not wanted
-  void* dmask = nullptr;                   // accumulator type, null if not wanted
+  AttentionOperand dq;  // (B, H, S_q, D), null if not wanted
+  AttentionOperand dk;  // (B, H_kv, S_k, D), null if not wanted
+  AttentionOperand dv;  // (B, H_kv, S_k, D_v), null if not wanted
+  // Null if not wanted. Of the mask's type if rounds_mask_gradient(), else accumulator type.
+  void* dmask = nullptr;
   int64_t dmask_stride[4] = {0, 0, 0, 0};  // 0 if the mask broadcasts: the gradient is summed there
 };
 

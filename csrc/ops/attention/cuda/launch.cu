@@ -87,6 +87,7 @@ AttentionWorkspace parts_of(const AttentionPlan& plan, void* workspace,
           .mask_tiles = &plan.mask,
           .dq_sums = static_cast<float*>(at(layout.dq_sums)),
           .turns = static_cast<int*>(at(layout.turns)),
+          .mask_gradient_sums = static_cast<float*>(at(layout.mask_gradient)),
           .dlse = dlse};
 }
 
@@ -164,6 +165,18 @@ void launch_backward_sm90(const AttentionBackwardParams& b, const AttentionBackw
     launch_attention_bwd_sm90<T, kHead>(b, parts, stream);
   });
 }
+void launch_all_sm90(const AttentionBackwardParams& b, const AttentionBackwardPlan& plan,
+                     const AttentionWorkspace& workspace, cudaStream_t stream) {
+  if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr)
+    launch_backward_sm90(b, plan, workspace, stream);
+  else
+    launch_attention_row_stats_sm90(b, workspace, stream);
+  if (b.dmask == nullptr) return;
+  if (b.fwd.dtype == DType::kBFloat16)
+    launch_attention_mask_gradient_sm90<bf16>(b, plan.mask_gradient, workspace, stream);
+  else
+    launch_attention_mask_gradient_sm90<half>(b, plan.mask_gradient, workspace, stream);
+}
 void launch_backward_mma(const AttentionBackwardParams& b, const AttentionBackwardPlan& plan,
                          cudaStream_t stream) {
   const AttentionMmaArgs args = make_args(b.fwd, plan);
@@ -196,8 +209,7 @@ void launch_attention_backward(const AttentionBackwardParams& params, const void
       launch_backward_mma(b, plan, stream);
       break;
     case AttentionPath::kSm90:
-      if (any_input) launch_backward_sm90(b, plan, parts_of(plan, workspace, dlse), stream);
-      break;
+      return launch_all_sm90(b, plan, parts_of(plan, workspace, dlse), stream);
   }
   if (b.dmask == nullptr) return;
   // The gradient of the mask uses the natural logarithm, in the same memory.

@@ -199,12 +199,18 @@ Tensors3 attention_with(const Tensor& query, const Tensor& key, const Tensor& va
   return results;
 }
 
-template <class Gradients, class Run>
+// The CPU's kernels add to the mask's gradient in the accumulator's type.
+Tensor zero_mask_gradient(const AttentionBackwardParams&, const Tensor& query, const Tensor& mask) {
+  return at::zeros(mask.sizes(), mask.options().dtype(accum_type(query)));
+}
+
+template <class Gradients, class MaskGradient, class Run>
 Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, const Tensor& key,
                                  const Tensor& value, const OptionalTensor& attn_mask,
                                  const Tensor& out, const Tensor& lse, const Tensor& philox_state,
                                  const AttentionAttributes& a, const Gradients& gradients,
-                                 const OptionalTensor& grad_of_lse, Run&& run) {
+                                 const OptionalTensor& grad_of_lse, MaskGradient&& mask_gradient,
+                                 Run&& run) {
   const Tensor mask = value_or_undefined(attn_mask), grad_lse = value_or_undefined(grad_of_lse);
   check_attention(query, key, value, mask, a.dropout_p);
   check_softcap("attention_backward", a.softcap);
@@ -228,8 +234,8 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
   Tensor dmask;
   const bool want_mask =
       gradients.output_mask[3] && mask.defined() && is_floating(mask.scalar_type());
-  if (want_mask) dmask = at::zeros(mask.sizes(), mask.options().dtype(accum_type(query)));
-  if (any_score && (dq.defined() || dk.defined() || dv.defined() || dmask.defined())) {
+  if (want_mask && !any_score) dmask = at::zeros_like(mask, at::MemoryFormat::Contiguous);
+  if (any_score && (dq.defined() || dk.defined() || dv.defined() || want_mask)) {
     const Tensor q = with_dense_rows(query), k = with_dense_rows(key), v = with_dense_rows(value);
     const Tensor dout = with_dense_rows(grad_out), o = with_dense_rows(out);
     const Tensor rows = lse.contiguous(),
@@ -239,6 +245,7 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
     p.dout = operand(dout);
     p.dq = operand(dq), p.dk = operand(dk), p.dv = operand(dv);
     if (want_mask) {
+      dmask = mask_gradient(p, query, mask);
       p.dmask = dmask.mutable_data_ptr();
       for (int i = 0; i < 4; ++i) p.dmask_stride[i] = p.fwd.mask_full[i] ? dmask.stride(i) : 0;
     }
@@ -280,7 +287,8 @@ Tensors4 attention_backward_cpu_kernel(const Tensor& grad_out, const Tensor& que
                                        double softcap, const OptionalTensor& grad_lse) {
   return attention_backward_with(grad_out, query, key, value, attn_mask, out, lse, philox_state,
                                  {dropout_p, is_causal, scale, window_left, window_right, softcap},
-                                 SeparateGradients{output_mask}, grad_lse, attention_bwd_cpu);
+                                 SeparateGradients{output_mask}, grad_lse, zero_mask_gradient,
+                                 attention_bwd_cpu);
 }
 
 Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dtype,
@@ -325,9 +333,14 @@ Tensors4 attention_backward_on_cuda(const Tensor& grad_out, const Tensor& query,
                                     const Tensor& philox_state, const AttentionAttributes& a,
                                     const Gradients& gradients, const OptionalTensor& grad_lse) {
   const CudaCall call(query);
+  auto mask_gradient = [](const AttentionBackwardParams& p, const Tensor& q, const Tensor& mask) {
+    return rounds_mask_gradient(p, current_device_info(), sm90_path_available())
+               ? at::empty(mask.sizes(), mask.options())
+               : zero_mask_gradient(p, q, mask);
+  };
   return attention_backward_with(
       grad_out, query, key, value, attn_mask, out, lse, philox_state, a, gradients, grad_lse,
-      [&](const AttentionBackwardParams& p, const void* dlse) {
+      mask_gradient, [&](const AttentionBackwardParams& p, const void* dlse) {
         const AttentionBackwardPlan plan =
             choose_attention_backward(p, current_device_info(), sm90_path_available());
         const Tensor workspace = workspace_of(plan, query);
@@ -412,7 +425,7 @@ Tensors4 attention_backward_in_thirds(const Tensor& grad_out, const Tensor& quer
   }
 #endif
   return attention_backward_with(grad_out, query, key, value, attn_mask, out, lse, philox_state, a,
-                                 gradients, grad_lse, attention_bwd_cpu);
+                                 gradients, grad_lse, zero_mask_gradient, attention_bwd_cpu);
 }
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {

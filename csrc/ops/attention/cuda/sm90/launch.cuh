@@ -22,6 +22,7 @@ struct AttentionWorkspace {
   const AttentionMaskTiles* mask_tiles = nullptr;  // of the plan: what `mask` holds
   float* dq_sums = nullptr;
   int* turns = nullptr;
+  float* mask_gradient_sums = nullptr;
   const void* dlse = nullptr;  // of the backward: the gradient of lse (B, H, S_q), AttentionLse
 };
 
@@ -54,6 +55,12 @@ void launch_attention_fwd_window_sm90(const AttentionParams& params, const Atten
 template <class T, int kHead>
 void launch_attention_bwd_window_sm90(const AttentionBackwardParams& params,
                                       const AttentionWorkspace& workspace, cudaStream_t stream);
+
+// After the statistics: the gradient of a dense mask, without window and softcap.
+template <class T>
+void launch_attention_mask_gradient_sm90(const AttentionBackwardParams& params,
+                                         const MaskGradientPlan& plan,
+                                         const AttentionWorkspace& workspace, cudaStream_t stream);
 
 // Clears the counters.
 void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream);
@@ -241,7 +248,7 @@ auto make_forward_params(const AttentionParams& p, const TileSchedule& schedule,
 }
 
 template <class Tile, class Params>
-Params make_backward_params(const AttentionBackwardParams& b, const auto& schedule) {
+Params make_backward_params(const AttentionBackwardParams& b) {
   const AttentionParams& p = b.fwd;
   Params f{};
   f.q = rows_map_of<Tile>(p, p.q, p.H, p.S_q, p.D, Tile::kBlockM);
@@ -258,6 +265,11 @@ Params make_backward_params(const AttentionBackwardParams& b, const auto& schedu
   f.is_causal = p.is_causal;
   f.scale = static_cast<float>(p.scale);
   f.scale_log2 = attention_scale_log2(p);
+  return f;
+}
+template <class Tile, class Params>
+Params make_backward_params(const AttentionBackwardParams& b, const auto& schedule) {
+  auto f = make_backward_params<Tile, Params>(b);
   f.schedule = schedule;
   return f;
 }
