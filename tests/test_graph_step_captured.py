@@ -81,6 +81,53 @@ def test_capture_changes_nothing():
     assert "have its bits" in repr(step)
 
 
+class Block(nn.Module):
+    """Attention and an MLP, whose fast paths a dispatch mode turns off."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.up, self.act, self.down = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.down(self.act(self.up(x + self.out(mixed)))).mean((1, 2))
+
+
+def kernels(run):
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    names = {e.name for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA}
+    moves = ("Memcpy", "Memset", "copy", "Fill", "CUDAFunctorOnSelf")
+    return {name for name in names if not any(word in name for word in moves)}
+
+
+@gpu
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_graph_has_the_kernels_of_the_eager_step(swapped):
+    model = Block().cuda()
+    if swapped:
+        warpwright.swap(model, fuse=True)
+    optimizer = our_adamw(model.parameters())
+    x, y = torch.randn(4, 128, 64, device="cuda"), torch.randn(4, device="cuda")
+    step = warpwright.graph_step(model, F.mse_loss, optimizer, (x, y), autocast=torch.bfloat16)
+
+    def eager():
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+    step(x, y)
+    eager()
+    assert not kernels(lambda: step(x, y)) - kernels(eager)
+
+
 @gpu
 def test_dropout_draws_a_new_mask_per_replay():
     model = net(CUDA, p=0.5)

@@ -31,10 +31,26 @@ def record(
         stream: the stream of the warm-up.
         pool: may be shared by graphs that never run at the same time.
         generators: besides the default one, those that the step draws from.
-        watch: raises by name for what the graph can't hold.
+        watch: raises by name for what the graph can't hold. Under a dispatch mode torch and our ops
+            take the paths that show every op, such as attention by its formula. So it watches a
+            capture that is dropped.
     Raises:
         CaptureError: the step can't be captured.
     """
+    # Its graph keeps the pool alive. Its result goes, so that the second capture takes its memory.
+    rehearsed = _capture(step, stream, pool, generators, watch)[0] if watch is not None else None
+    graph, result = _capture(step, stream, pool, generators, contextlib.nullcontext())
+    del rehearsed
+    return graph, result
+
+
+def _capture(
+    step: Callable[[], Any],
+    stream: Any,
+    pool: Any,
+    generators: Sequence[torch.Generator],
+    watch: contextlib.AbstractContextManager[Any],
+) -> tuple[torch.cuda.CUDAGraph, Any]:
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
@@ -42,7 +58,7 @@ def record(
         # thread_local: a loader's thread may pin memory meanwhile.
         with (
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-            watch or contextlib.nullcontext(),
+            watch,
             no_draws_on_the_host(),
         ):
             result = step()
