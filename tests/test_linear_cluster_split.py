@@ -24,8 +24,8 @@ SIZES = {
     (2463, 1080, 1992): (GRAD_WEIGHT, "192x192", 2),
     (17678, 960, 1040): (GRAD_WEIGHT, "192x192", 4),
     (24186, 944, 576): (GRAD_WEIGHT, "192x192", 8),
-    (11952, 1416, 464): (GRAD_WEIGHT, "128x128 ping-pong", 2),
-    (12544, 2048, 512): (GRAD_WEIGHT, "128x128 ping-pong", 2),
+    (8056, 2000, 464): (GRAD_WEIGHT, "128x128 ping-pong", 2),
+    (8064, 2048, 512): (GRAD_WEIGHT, "128x128 ping-pong", 2),
 }
 LONGEST = (114685, 1520, 1264)  # without a bias, the gradient of the weight takes 128x256
 SHORT = [sizes for sizes, (role, *_) in SIZES.items() if role != GRAD_WEIGHT]

@@ -30,7 +30,8 @@
 
 namespace warpwright {
 
-constexpr int kMaxSplits = 64;
+constexpr int kMaxPortableSplits = 64;
+constexpr int kMaxSplits = 160;  // of sm_90a: one output tile of a long k fills the SMs
 constexpr int64_t kMaxSplitBytes = int64_t{64} << 20;  // of workspace
 
 // ---- few rows ----
@@ -187,7 +188,7 @@ inline double choose_portable_tile(const GemmParams& p, const DeviceInfo& device
     const PortableRates rates = matrix_rates(plan.kind, tile, vectorized);
     const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n);
     const int64_t k_tiles = ceil_div(p.k, shape.blk_k);
-    for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
+    for (int splits = 1; splits <= kMaxPortableSplits; splits *= 2) {
       // Fewer k tiles per CTA than the ring has stages never pays.
       if (splits > 1 &&
           (k_tiles < int64_t{splits} * shape.stages || splits * part_bytes(p) > kMaxSplitBytes)) {
@@ -284,8 +285,9 @@ inline double choose_cluster_split(const GemmParams& p, const DeviceInfo& device
     if (!has_cluster_split_tile(tile, p.a.major, p.b.major)) continue;
     if (tile == GemmTile::k192x192 && p.preactivation != nullptr) continue;  // one store buffer
     // The SMs of a cluster read other parts of k, so they share no lines of L2. 128x128, which
-    // reads most, then takes 760 cycles per k tile in place of 610: from here on other tiles won.
-    if (tile == GemmTile::k128x128 && p.k >= 16384) continue;
+    // reads most, then takes 760 cycles per k tile in place of 610: from here on a second kernel,
+    // or another tile, won.
+    if (tile == GemmTile::k128x128 && p.k >= 8192) continue;
     const Sm90TileShape shape = cluster_split_tile(tile);
     const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n);
     for (int splits : kClusterSplits) {
@@ -350,7 +352,9 @@ inline void choose_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan&
     sm90.cluster = choose_sm90_cluster(p, sm90, device);
     in_clusters.cycles = choose_cluster_split(p, device, in_clusters);
     if (in_clusters.cycles > 0 && in_clusters.cycles < sm90.cycles) sm90 = in_clusters;
-    if (sm90.cycles <= portable || adds_to_narrow(p) || p.transposed_d) plan = sm90;
+    // The estimate of the portable tiles leaves out the bytes from memory, which decide a long k.
+    const bool is_long = is_long_gradient(sm90_product(p, sm90));
+    if (sm90.cycles <= portable || is_long || adds_to_narrow(p) || p.transposed_d) plan = sm90;
   }
   const bool wanted_sm90 = p.tf32x3 && plan.kind == GemmKind::kFp32 && why_not != nullptr;
   plan.reason = wanted_sm90 ? why_not : tile_reason(p, plan);
