@@ -8,8 +8,8 @@
 // the same for all steps: each thread keeps its own elements in shared memory. Sums are in the
 // order of the steps, without atomics.
 //
-// Bound, of masks that many heads or batches share: reads of L2, 64 KB per step at head dimension
-// 64, which take about twice as long as the products. Of others: the store of the gradient.
+// Bound: if many heads or batches share the mask, the steps (products take a third of them). Else
+// the mask's loads and the gradient's stores, which go element by element.
 #pragma once
 
 #include "device/exp.cuh"
