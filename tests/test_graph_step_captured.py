@@ -18,6 +18,7 @@ from graph_step_cases import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import warpwright
 from warpwright.graphs.watch import CaptureError
@@ -96,8 +97,6 @@ class Block(nn.Module):
 
 
 def kernels(run):
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()

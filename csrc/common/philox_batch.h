@@ -1,5 +1,6 @@
 // Philox4x32-7 for many counters at once on the CPU: a lane per counter, so that the compiler
-// vectorizes the rounds. The bits are those of philox.h.
+// vectorizes the rounds. The bits are those of philox4x32(); test_dropout.py has the reference for
+// both. A function for the round that both call would change the GPU's code, so it stands twice.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 """Names what a CUDA graph cannot hold, while the step runs.
 
-A dispatch mode sees every op of the step, also those of the backward. In a capture it raises before
-CUDA does: CUDA's error names no op, and some faults are none for CUDA. A replay then repeats what the
-CPU had computed once.
+A dispatch mode sees every op of the step, also those of the backward. It watches a capture that is
+dropped, and raises before CUDA does: CUDA's error names no op, and some faults are none for CUDA. A
+replay then repeats what the CPU had computed once.
 """
 
 from __future__ import annotations

@@ -149,6 +149,11 @@ void launch_attention(const AttentionParams& p, const AttentionPlan& plan, void*
 
 namespace {
 
+// Whether a gradient of query, key or value is wanted.
+bool wants_inputs(const AttentionBackwardParams& b) {
+  return b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr;
+}
+
 // The gradients of query, key and value.
 void launch_backward_sm90(const AttentionBackwardParams& b, const AttentionBackwardPlan& plan,
                           const AttentionWorkspace& parts, cudaStream_t stream) {
@@ -165,9 +170,10 @@ void launch_backward_sm90(const AttentionBackwardParams& b, const AttentionBackw
     launch_attention_bwd_sm90<T, kHead>(b, parts, stream);
   });
 }
+// And that of the mask, from the same statistics.
 void launch_all_sm90(const AttentionBackwardParams& b, const AttentionBackwardPlan& plan,
                      const AttentionWorkspace& workspace, cudaStream_t stream) {
-  if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr)
+  if (wants_inputs(b))
     launch_backward_sm90(b, plan, workspace, stream);
   else
     launch_attention_row_stats_sm90(b, workspace, stream);
@@ -194,7 +200,6 @@ void launch_attention_backward(const AttentionBackwardParams& params, const void
                                cudaStream_t stream) {
   AttentionBackwardParams b = params;
   b.row_stats = static_cast<char*>(workspace) + plan.workspace.row_stats.begin;
-  const bool any_input = b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr;
   auto write_stats = [&](double lse_unit) {
     launch_attention_row_stats(b, lse_unit, dlse, stream);
   };
@@ -204,7 +209,7 @@ void launch_attention_backward(const AttentionBackwardParams& params, const void
       for_dtype(b.fwd.dtype, [&]<class T>() { launch_attention_bwd_fma<T>(b, stream); });
       break;
     case AttentionPath::kMma:
-      if (!any_input) break;
+      if (!wants_inputs(b)) break;
       write_stats(1.4426950408889634);  // the tensor-core kernels use log2
       launch_backward_mma(b, plan, stream);
       break;

@@ -199,7 +199,7 @@ Tensors3 attention_with(const Tensor& query, const Tensor& key, const Tensor& va
   return results;
 }
 
-// The CPU's kernels add to the mask's gradient in the accumulator's type.
+// For kernels that add to the mask's gradient, in the accumulator's type.
 Tensor zero_mask_gradient(const AttentionBackwardParams&, const Tensor& query, const Tensor& mask) {
   return at::zeros(mask.sizes(), mask.options().dtype(accum_type(query)));
 }

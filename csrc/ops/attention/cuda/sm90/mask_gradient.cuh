@@ -250,6 +250,21 @@ struct MaskGradientSm90 {
     wgmma_commit();
   }
 
+  // Adds the products of all slots of an operand but the first. Each wait frees the slot before.
+  __device__ __forceinline__ void add_further_columns(float (&d)[kRegs], int columns,
+                                                      typename Ring::Cursor& previous,
+                                                      typename Ring::Cursor& at,
+                                                      int consumer) const {
+#pragma unroll 1
+    for (int column = Tile::kColumns; column < columns; column += Tile::kColumns) {
+      issue(d, at, consumer, true);
+      wgmma_wait<1>();
+      ring.release(previous);
+      previous = at;
+      at.next();
+    }
+  }
+
   // sum += dS of a step. S becomes P while the first product of dP runs.
   __device__ __forceinline__ void add_step(float (&sum)[kRegs], const MaskGradientStep& step,
                                            int col0, int consumer,
@@ -266,14 +281,7 @@ struct MaskGradientSm90 {
     typename Ring::Cursor previous = at;
     issue(s, at, consumer, false);
     at.next();
-#pragma unroll 1
-    for (int column = Tile::kColumns; column < p.D; column += Tile::kColumns) {
-      issue(s, at, consumer, true);
-      wgmma_wait<1>();
-      ring.release(previous);
-      previous = at;
-      at.next();
-    }
+    add_further_columns(s, p.D, previous, at, consumer);
     issue(dp, at, consumer, false);
     wgmma_wait<1>();  // S
     wgmma_pin(s);
@@ -291,14 +299,7 @@ struct MaskGradientSm90 {
     }
     if constexpr (Tile::kDropout)
       negate_dropped<false>(s, key, head, row0 + accumulator_warp_row(), col0);
-#pragma unroll 1
-    for (int column = Tile::kColumns; column < p.D_v; column += Tile::kColumns) {
-      issue(dp, at, consumer, true);
-      wgmma_wait<1>();
-      ring.release(previous);
-      previous = at;
-      at.next();
-    }
+    add_further_columns(dp, p.D_v, previous, at, consumer);
     wgmma_wait<0>();
     wgmma_pin(dp);
     ring.release(previous);
