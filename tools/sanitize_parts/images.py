@@ -205,6 +205,11 @@ def conv2d_cases():
         x, w = rand(2, 3, 230, 226), rand(72, 3, 16, 16)  # patches, and a rest of the image
         x, w = (t.contiguous(memory_format=layout) for t in (x, w))
         yield f"{name}-patches", F.conv2d, (x, w, rand(72)), {"stride": 16}
+        # A first convolution in long rows: two strips, and more filters than a CTA has.
+        for k, kernel, stride in ((72, 7, 2), (16, 3, 1)):
+            x, w = rand(2, 3, 13, 288), rand(k, 3, kernel, kernel)
+            x, w = (t.contiguous(memory_format=layout) for t in (x, w))
+            yield f"{name}-stem-k{kernel}", F.conv2d, (x, w, rand(k), stride, kernel // 2), {}
         x, w = rand(2, 72, 12, 11), rand(128, 72, 1, 1)  # in planes, no copy
         x, w = (t.contiguous(memory_format=layout) for t in (x, w))
         yield f"{name}-planes", F.conv2d, (x, w, rand(128)), {}

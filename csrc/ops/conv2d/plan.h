@@ -15,6 +15,7 @@
 #include "ops/conv2d/cuda/direct/wgrad.h"
 #include "ops/conv2d/cuda/few_channels/dgrad.h"
 #include "ops/conv2d/cuda/few_channels/fprop.h"
+#include "ops/conv2d/cuda/few_channels/stem.h"
 #include "ops/conv2d/cuda/few_channels/wgrad.h"
 #include "ops/conv2d/cuda/implicit_gemm/config.h"
 #include "ops/conv2d/cuda/layout/copies.h"
@@ -42,7 +43,7 @@ struct ConvPlan {
 
 using Conv2dFpropPlan =
     ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
-             FewChannelsFpropConfig, DirectFpropConfig, DepthwiseNchwFpropConfig,
+             StemConfig, FewChannelsFpropConfig, DirectFpropConfig, DepthwiseNchwFpropConfig,
              DepthwiseRowsConfig, DepthwiseColumnsConfig>;
 
 // Depthwise with stride 1 and multiplier 1: the fprop configurations of the flipped window.
@@ -54,7 +55,7 @@ using Conv2dDgradPlan =
 
 using Conv2dWgradPlan =
     ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
-             FewChannelsWgradConfig, DirectWgradConfig, DepthwiseNchwWgradConfig,
+             StemConfig, FewChannelsWgradConfig, DirectWgradConfig, DepthwiseNchwWgradConfig,
              DepthwiseRowsConfig, DepthwiseColumnsConfig>;
 
 // All kernels except the implicit GEMM and the product of planes also sum the bias gradient, the
@@ -193,6 +194,9 @@ Plan choose_window_product(ConvDirection direction, const Conv2dShape& s,
 inline Conv2dFpropPlan choose_conv2d_fprop(const Conv2dShape& s, const Conv2dAddresses& addresses,
                                            const DeviceInfo& device) {
   if (conv2d_few_channels_supported(s)) {
+    if (why_not_stem(ConvDirection::kFprop, s, addresses) == nullptr) {
+      return choose_stem(ConvDirection::kFprop, s, device);
+    }
     if (const auto config = choose_few_channels_fprop(s, addresses, device)) return *config;
     return choose_direct_fprop(s, /*depthwise=*/false, /*flip=*/false, addresses, device);
   }
@@ -236,6 +240,10 @@ inline Conv2dWgradPlan choose_conv2d_wgrad(const Conv2dShape& s, const Conv2dAdd
   auto plan = [&](const auto& config) {
     return Conv2dWgradPlan(config, {}, workspace_bytes(s, config));
   };
+  if (conv2d_few_channels_supported(s) &&
+      why_not_stem(ConvDirection::kWgrad, s, addresses) == nullptr) {
+    return plan(choose_stem(ConvDirection::kWgrad, s, device));
+  }
   if (const auto config = choose_few_channels_wgrad(s, addresses, device)) return plan(*config);
   if (conv2d_few_channels_wgrad_supported(s)) {
     return plan(choose_direct_wgrad(s, /*depthwise=*/false, addresses, device));

@@ -42,6 +42,9 @@ void run(const Conv2dParams& p, const PlaneProductConfig& config, cudaStream_t s
     launch_plane_product<T>(p.shape, config, p.input, p.weight, p.bias, p.output, stream);
   });
 }
+void run(const Conv2dParams& p, const StemConfig& config, cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype, [&]<class T>() { launch_stem_fprop<T>(p, config, stream); });
+}
 void run(const Conv2dParams& p, const FewChannelsFpropConfig& config, cudaStream_t stream) {
   launch_few_channels_fprop(p, config, stream);
 }
@@ -153,6 +156,12 @@ void run_wgrad(const Conv2dBackwardParams& p, const PlaneProductConfig& config, 
                cudaStream_t stream) {
   for_rows_type(p.shape.dtype,
                 [&]<class T>() { launch_plane_product_wgrad<T>(p, config, workspace, stream); });
+}
+void run_wgrad(const Conv2dBackwardParams& p, const StemConfig& config, void* workspace,
+               cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype,
+                 [&]<class T>() { launch_stem_wgrad<T>(p, config, workspace, stream); });
+  launch_direct_wgrad_sum(p, config.sums(), config.pitch_k(), workspace, stream);
 }
 void run_wgrad(const Conv2dBackwardParams& p, const FewChannelsWgradConfig& config, void* workspace,
                cudaStream_t stream) {

@@ -32,6 +32,7 @@ struct AttentionMaskGradientSm90Params : AttentionBackwardSm90Params {
   int H, group;
   int mask_H;        // H, or 1 if the mask broadcasts over the heads
   bool rows_repeat;  // it broadcasts over the queries
+  bool pairs;        // neighbouring keys of mask and dmask are aligned pairs in memory
   int row_tiles, col_tiles;
   int tiles, units, steps, part_steps;  // MaskGradientPlan
   float* sums;                          // (units, tile), if there are parts
@@ -203,6 +204,26 @@ struct MaskGradientSm90 {
     return shared + Tile::kMask + (i / 4 * Tile::kConsumerThreads + consumer_thread()) * 16;
   }
 
+  template <class M>
+  struct alignas(2 * sizeof(M)) Pair {
+    M element[2];
+  };
+  // Whether the unit's tile has no elements outside of the mask, and is one of pairs.
+  __device__ __forceinline__ bool is_whole(const MaskGradientUnit& u) const {
+    return p.pairs && (p.rows_repeat || u.row0 + Tile::kSide <= p.S_q) &&
+           u.col0 + Tile::kSide <= p.S_k;
+  }
+  // Calls f(i, offset) for each pair i, i + 1 of the thread's accumulator. Without checks, so that
+  // no load waits for another.
+  template <class F>
+  __device__ __forceinline__ void for_pairs(const MaskGradientUnit& u, int consumer,
+                                            const int64_t (&stride)[4], F&& f) const {
+    const int row = u.row0 + consumer * 64 + accumulator_row();
+    const int64_t base =
+        u.mask_b * stride[0] + u.mask_h * stride[1] + row * stride[2] + u.col0 + accumulator_col();
+#pragma unroll
+    for (int i = 0; i < kRegs; i += 2) f(i, base + i / 2 % 2 * 8 * stride[2] + i / 4 * 8);
+  }
   // Calls f(i, offset) for the elements of the thread's accumulator that are inside the mask.
   template <class F>
   __device__ __forceinline__ void for_elements(const MaskGradientUnit& u, int consumer,
@@ -222,6 +243,12 @@ struct MaskGradientSm90 {
     float mask[kRegs];
     clear_accumulator(mask);
     auto read = [&]<class M>(const M* from) {
+      if (is_whole(u))
+        return for_pairs(u, consumer, p.mask_stride, [&](int i, int64_t offset) {
+          const Pair<M> two = *reinterpret_cast<const Pair<M>*>(from + offset);
+          mask[i] = convert<float>(two.element[0]) * kLog2E;
+          mask[i + 1] = convert<float>(two.element[1]) * kLog2E;
+        });
       for_elements(u, consumer, p.mask_stride,
                    [&](int i, int64_t offset) { mask[i] = convert<float>(from[offset]) * kLog2E; });
     };
@@ -329,6 +356,10 @@ struct MaskGradientSm90 {
                                            int consumer) const {
     M* to = static_cast<M*>(p.dmask);
     if (p.rows_repeat) return store_column_sums(sum, u, to);
+    if (is_whole(u))
+      return for_pairs(u, consumer, p.dmask_stride, [&](int i, int64_t offset) {
+        *reinterpret_cast<Pair<M>*>(to + offset) = {convert<M>(sum[i]), convert<M>(sum[i + 1])};
+      });
     for_elements(u, consumer, p.dmask_stride,
                  [&](int i, int64_t offset) { to[offset] = convert<M>(sum[i]); });
   }
@@ -424,6 +455,12 @@ void launch_attention_mask_gradient_sm90(const AttentionBackwardParams& b,
   f.H = number(p.H), f.group = number(p.H / p.H_kv);
   f.mask_H = p.mask_full[1] ? f.H : 1;
   f.rows_repeat = !p.mask_full[2];
+  const int64_t pair_bytes = f.is_fp32 ? 8 : 4;
+  auto has_pairs = [&](const void* data, const int64_t(&stride)[4]) {
+    const int64_t others = stride[0] | stride[1] | stride[2];
+    return reinterpret_cast<uintptr_t>(data) % pair_bytes == 0 && others % 2 == 0 && stride[3] == 1;
+  };
+  f.pairs = has_pairs(p.mask, f.mask_stride) && has_pairs(b.dmask, f.dmask_stride);
   f.row_tiles = number(ceil_div(p.S_q, int64_t{kMaskGradientSide}));
   f.col_tiles = number(ceil_div(p.S_k, int64_t{kMaskGradientSide}));
   f.tiles = number(plan.tiles), f.units = number(plan.units());
