@@ -18,26 +18,37 @@ constexpr int kStemOutputs = 128;  // of a row, per step
 constexpr int kStemRingRows = 32;  // rows of the image in shared memory
 constexpr int kStemRowTaps = 32;   // at most, of one row of the window: two wgmma of k = 16
 constexpr int kStemMaxRows = 7;    // of the window
+constexpr int kStemFewRows = 3;    // of the window, in a form of the kernels
 constexpr int kStemGradStages = 4;
 // Outputs, and the pixels of the last window's row, 16 bytes per step of the window.
 constexpr int kStemRowBytes = (kStemOutputs - 1) * 16 + kStemRowTaps * 2;
+
+// Channels of a pixel in shared memory.
+constexpr int stem_slots(int64_t stride_w) { return stride_w == 1 ? 8 : 4; }
+// Elements of a row of the window in a form of the kernels, zeros included.
+constexpr int stem_row_taps(int slots, int rows) {
+  return slots == 4 && rows == kStemFewRows ? 16 : kStemRowTaps;
+}
 
 // The walk over an image; a kernel argument. A step is a strip of kStemOutputs outputs of one row.
 struct StemShape {
   int c, h, w, k, r, s, p, q;
   int stride_h, stride_w, pad_h, pad_w, dilation_h;
-  int span;      // rows of the image from a window's first to its last
-  int row_taps;  // elements of a row of the window, zeros included: 16 or 32
+  int span;  // rows of the image from a window's first to its last
   int strips, steps;
   int chunks, parts;  // CTAs: of kStemFilters filters; for each chunk
 };
 
 struct StemConfig {
   bool is_wgrad;
+  bool few_rows;  // the form for kStemFewRows
   StemShape shape;
 
-  int slots() const { return 8 / shape.stride_w; }  // channels of a pixel in shared memory
-  int weight_bytes() const { return shape.r * shape.row_taps * kStemFilters * 2; }
+  int slots() const { return stem_slots(shape.stride_w); }
+  int weight_bytes() const {
+    const int rows = few_rows ? kStemFewRows : kStemMaxRows;
+    return rows * stem_row_taps(slots(), rows) * kStemFilters * 2;
+  }
   int64_t smem_bytes() const {
     const int64_t rest = is_wgrad ? kStemGradStages * kStemOutputs * 128  // grad_output
                                   : 4 * 64 * 128 + weight_bytes();        // two buffers per group
@@ -56,7 +67,7 @@ inline const char* why_not_stem(ConvDirection direction, const Conv2dShape& s,
   if (!s.channels_last) return "NCHW";
   if (s.groups != 1 || s.dilation_w != 1) return "groups, or dilated rows";
   if (s.stride_w != 1 && s.stride_w != 2) return "another stride than 1 and 2";
-  const int64_t slots = 8 / s.stride_w, row_taps = s.s * slots;
+  const int64_t slots = stem_slots(s.stride_w), row_taps = s.s * slots;
   if (s.c >= slots) return "no channel of a padded pixel is free for the bias";
   if (s.r > kStemMaxRows || row_taps > kStemRowTaps) return "a large window";
   const int64_t span = (s.r - 1) * s.dilation_h + 1;
@@ -82,12 +93,13 @@ inline StemConfig choose_stem(ConvDirection direction, const Conv2dShape& s,
   shape.pad_h = number(s.pad_h), shape.pad_w = number(s.pad_w);
   shape.dilation_h = number(s.dilation_h);
   shape.span = (shape.r - 1) * shape.dilation_h + 1;
-  shape.row_taps = ceil_div(shape.s * 8 / shape.stride_w, 16) * 16;
   shape.strips = ceil_div(shape.q, kStemOutputs);
   shape.steps = number(s.n) * shape.p * shape.strips;
   shape.chunks = ceil_div(shape.k, kStemFilters);
   shape.parts = std::clamp(device.num_sms / shape.chunks, 1, shape.steps);
-  return {direction == ConvDirection::kWgrad, shape};
+  const int slots = stem_slots(s.stride_w);
+  const bool few_rows = s.r <= kStemFewRows && s.s * slots <= stem_row_taps(slots, kStemFewRows);
+  return {direction == ConvDirection::kWgrad, few_rows, shape};
 }
 
 inline int64_t workspace_bytes(const Conv2dShape& s, const StemConfig& config) {

@@ -19,14 +19,23 @@ inline CUtensorMap stem_output_map(const Conv2dShape& s, const void* y, int outp
                                .box_rows = outputs});
 }
 
+// Calls f<kSlots, kRows>() with the form of the kernels.
+template <class F>
+void for_stem_form(const StemConfig& config, F&& f) {
+  for_int<4, 8>(config.slots(), [&]<int kSlots>() {
+    config.few_rows ? f.template operator()<kSlots, kStemFewRows>()
+                    : f.template operator()<kSlots, kStemMaxRows>();
+  });
+}
+
 inline dim3 stem_grid(const StemConfig& config) {
   return dim3(static_cast<unsigned>(config.shape.parts * config.shape.chunks));
 }
 
 template <class T>
 void launch_stem_fprop(const Conv2dParams& p, const StemConfig& config, cudaStream_t stream) {
-  for_int<4, 8>(config.slots(), [&]<int kSlots>() {
-    launch(conv2d_stem_fprop_kernel<T, kSlots>, stem_grid(config), dim3(kStemThreads),
+  for_stem_form(config, [&]<int kSlots, int kRows>() {
+    launch(conv2d_stem_fprop_kernel<T, kSlots, kRows>, stem_grid(config), dim3(kStemThreads),
            config.smem_bytes(), stream, static_cast<const T*>(p.input),
            static_cast<const T*>(p.weight), static_cast<const T*>(p.bias),
            stem_output_map(p.shape, p.output, 64), config.shape);
@@ -36,14 +45,11 @@ void launch_stem_fprop(const Conv2dParams& p, const StemConfig& config, cudaStre
 template <class T>
 void launch_stem_wgrad(const Conv2dBackwardParams& p, const StemConfig& config, void* workspace,
                        cudaStream_t stream) {
-  const int rows = config.shape.r <= 3 ? 3 : kStemMaxRows;
-  for_int<4, 8>(config.slots(), [&]<int kSlots>() {
-    for_int<3, kStemMaxRows>(rows, [&]<int kRows>() {
-      launch(conv2d_stem_wgrad_kernel<T, kSlots, kRows>, stem_grid(config), dim3(kStemThreads),
-             config.smem_bytes(), stream, static_cast<const T*>(p.input),
-             stem_output_map(p.shape, p.grad_output, kStemOutputs), static_cast<float*>(workspace),
-             config.shape);
-    });
+  for_stem_form(config, [&]<int kSlots, int kRows>() {
+    launch(conv2d_stem_wgrad_kernel<T, kSlots, kRows>, stem_grid(config), dim3(kStemThreads),
+           config.smem_bytes(), stream, static_cast<const T*>(p.input),
+           stem_output_map(p.shape, p.grad_output, kStemOutputs), static_cast<float*>(workspace),
+           config.shape);
   });
 }
 

@@ -24,7 +24,7 @@ namespace warpwright {
 constexpr int kStemConsumers = 2;
 constexpr int kStemThreads = 128 * (kStemConsumers + 2);
 constexpr int kStemFillWarps = 7;  // of the eight that are no consumers
-constexpr int kStemProducerRegisters = 72, kStemConsumerRegisters = 184;
+constexpr int kStemProducerRegisters = 88, kStemConsumerRegisters = 168;
 
 // The CTA's steps in one strip of an image. Step i has the outputs of row first_p + i, from rows
 // first_row + i * stride_h on.
@@ -63,12 +63,25 @@ struct StemSegment {
   }
 };
 
-// Calls f(i, step) for the steps of a segment that a consumer warpgroup takes: every second.
-template <class F>
-__device__ __forceinline__ void for_steps_of(int consumer, const StemSegment& segment, F&& f) {
-  for (int i = (consumer ^ segment.first_step) & 1; i < segment.steps; i += kStemConsumers)
-    f(i, segment.first_step + i);
-}
+// A step of a consumer warpgroup. Each takes every second.
+struct StemStep {
+  StemSegment segment;
+  int i = 0;  // in the segment
+
+  __device__ __forceinline__ StemStep(const StemShape& g, int part, int number) : segment(g, part) {
+    advance_to(number, g);
+  }
+  __device__ __forceinline__ void advance_to(int number, const StemShape& g) {
+    while (segment.has_steps() && number >= segment.first_step + segment.steps) segment.next(g);
+    i = number - segment.first_step;
+  }
+  __device__ __forceinline__ bool exists() const { return segment.has_steps(); }
+  __device__ __forceinline__ int number() const { return segment.first_step + i; }
+  __device__ __forceinline__ int p() const { return segment.first_p + i; }
+  __device__ __forceinline__ int first_row(const StemShape& g) const {
+    return segment.first_row + i * g.stride_h;
+  }
+};
 
 struct StemRing {
   // Steps from the oldest that a producer waits for to the newest: no more than rows.
@@ -101,12 +114,13 @@ struct StemRing {
       store_shared_u128(rows + i * 16, kZeros);
   }
 
-  // Waits for the rows of a window. Those before `ready` are known to be there.
+  // A warp waits for the rows of a window. Those before `ready` are known to be there.
   __device__ __forceinline__ void wait_window(int first_row, int span, int& ready) const {
-    const int end = first_row + span;
-    for (int row = max(ready, first_row); row < end; ++row)
-      mbarrier_wait(full(row), row / kStemRingRows & 1);
-    ready = end;
+    // Each lane waits for another row: a wait takes 100 cycles even if the row is there.
+    const int row = max(ready, first_row) + static_cast<int>(threadIdx.x % 32);
+    ready = first_row + span;
+    if (row < ready) mbarrier_wait(full(row), row / kStemRingRows & 1);
+    __syncwarp();
   }
   // A warp's reads of a step's window are over.
   __device__ __forceinline__ void release(int step) const {
@@ -127,45 +141,48 @@ __device__ __forceinline__ void store_shared(uint32_t shared, const Vec<T, kSize
   *static_cast<Vec<T, kSize>*>(__cvta_shared_to_generic(shared)) = value;
 }
 
-// Writes row h of an image, from pixel w0 on, as `cols` padded pixels. A warp calls it.
-template <class T, int kSlots>
+// Writes row h of an image, from pixel w0 on, as `cols` padded pixels. A warp calls it. kChannels:
+// g.c, or 0 for any.
+template <class T, int kSlots, int kChannels>
 __device__ __forceinline__ void fill_stem_row(uint32_t shared, const T* image, int h, int w0,
                                               int cols, const StemShape& g) {
-  constexpr int kChannels = kSlots == 4 ? 3 : 4;
+  constexpr int kMost = kChannels > 0 ? kChannels
+                        : kSlots == 4 ? 3
+                                      : 4;     // conv2d_few_channels_supported
   constexpr int kBatch = kSlots == 4 ? 8 : 5;  // loads that are under way together: a whole strip
+  const int channels = kChannels > 0 ? kChannels : g.c;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const bool row_exists = static_cast<unsigned>(h) < static_cast<unsigned>(g.h);
-  const T* row = image + (int64_t{h} * g.w + w0) * g.c;
+  const int begin = max(0, -w0), end = row_exists ? min(cols, g.w - w0) : begin;  // in the image
+  const T* row = image + (int64_t{h} * g.w + w0) * channels;
   for (int first = lane; first < cols; first += 32 * kBatch) {
-    auto exists = [&](int col) {
-      return row_exists && static_cast<unsigned>(w0 + col) < static_cast<unsigned>(g.w);
-    };
     // Loads in branches would wait for one another: what does not exist is loaded from elsewhere.
-    T loaded[kBatch][kChannels];
+    T loaded[kBatch][kMost];
+    bool exists[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int col = first + i * 32;
-      const T* pixel = col < cols && exists(col) ? row + col * g.c : image;
+      exists[i] = col >= begin && col < end;
+      const T* pixel = exists[i] ? row + col * channels : image;
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) loaded[i][c] = pixel[min(c, g.c - 1)];
+      for (int c = 0; c < kMost; ++c) loaded[i][c] = pixel[min(c, channels - 1)];
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int col = first + i * 32;
-      if (col >= cols) break;
       Vec<T, kSlots> padded;
 #pragma unroll
       for (int c = 0; c < kSlots; ++c) {
-        padded[c] = convert<T>(c == g.c ? 1.f : 0.f);
-        if (c < kChannels && c < g.c && exists(col)) padded[c] = loaded[i][c % kChannels];
+        padded[c] = convert<T>(c == channels ? 1.f : 0.f);
+        if (c < kMost && c < channels && exists[i]) padded[c] = loaded[i][c % kMost];
       }
-      store_shared(shared + col * kSlots * 2, padded);
+      if (col < cols) store_shared(shared + col * kSlots * 2, padded);
     }
   }
 }
 
 // Warp `warp` of the kStemFillWarps: fills every kStemFillWarps-th row.
-template <class T, int kSlots>
+template <class T, int kSlots, int kRows>
 __device__ __forceinline__ void fill_stem_ring(const StemRing& ring, const T* x, int part, int warp,
                                                const StemShape& g) {
   StemSegment oldest(g, part);  // the segment of the row that a new one replaces
@@ -174,12 +191,16 @@ __device__ __forceinline__ void fill_stem_ring(const StemRing& ring, const T* x,
     const T* image = x + int64_t{at.image} * g.h * g.w * g.c;
     const int h0 = at.first_p * g.stride_h - g.pad_h - at.first_row;
     const int w0 = at.first_output() * g.stride_w - g.pad_w;
-    const int cols = (at.outputs(g) - 1) * g.stride_w + g.row_taps / kSlots;
+    const int cols = (at.outputs(g) - 1) * g.stride_w + stem_row_taps(kSlots, kRows) / kSlots;
     for (; row < at.first_row + at.rows; row += kStemFillWarps) {
       const int replaced = row - kStemRingRows;
       while (replaced >= oldest.first_row + oldest.rows) oldest.next(g);
       if (replaced >= 0) ring.wait_unused(oldest, replaced, g);
-      fill_stem_row<T, kSlots>(ring.address(row), image, h0 + row, w0, cols, g);
+      if (g.c == 3) {
+        fill_stem_row<T, kSlots, 3>(ring.address(row), image, h0 + row, w0, cols, g);
+      } else {
+        fill_stem_row<T, kSlots, 0>(ring.address(row), image, h0 + row, w0, cols, g);
+      }
       fence_proxy_async();
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.full(row));

@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kStemThreads, 1)
       setmaxnreg_dec<kStemProducerRegisters>();
       const int filler = warp - kStemConsumers * 4;
       if (filler < kStemFillWarps) {
-        fill_stem_ring<T, kSlots>(ring, x, part, filler, g);
+        fill_stem_ring<T, kSlots, kRows>(ring, x, part, filler, g);
       } else if (threadIdx.x % 32 == 0) {
         Wgrad::load_gradients(gradients, stages, map, part, first_filter, g);
       }
@@ -134,18 +134,16 @@ __global__ void __launch_bounds__(kStemThreads, 1)
       const int consumer = warp / 4;
       float acc[kRows][16] = {};
       int ready = 0;
-      for (StemSegment at(g, part); at.has_steps(); at.next(g)) {
-        for_steps_of(consumer, at, [&](int i, int step) {
-          const int first_row = at.first_row + i * g.stride_h;
-          const typename Wgrad::GradRing::Cursor from{step % kStemGradStages,
-                                                      step / kStemGradStages % 2u};
-          ring.wait_window(first_row, g.span, ready);
-          gradients.wait_full(from);
-          Wgrad::add_step(acc, stages + from.stage * Wgrad::kStageBytes, ring, first_row,
-                          at.outputs(g), g);
-          ring.release(step);
-          release_loaded(gradients, from);
-        });
+      for (StemStep at(g, part, consumer); at.exists();
+           at.advance_to(at.number() + kStemConsumers, g)) {
+        const int stage = at.number() % kStemGradStages;
+        const typename Wgrad::GradRing::Cursor from{stage, at.number() / kStemGradStages % 2u};
+        ring.wait_window(at.first_row(g), g.span, ready);
+        gradients.wait_full(from);
+        Wgrad::add_step(acc, stages + stage * Wgrad::kStageBytes, ring, at.first_row(g),
+                        at.segment.outputs(g), g);
+        ring.release(at.number());
+        release_loaded(gradients, from);
       }
       const int64_t size = int64_t{g.c * g.r * g.s + 1} * g.chunks * kStemFilters;
       Wgrad::store(acc, partials + (part * kStemConsumers + consumer) * size,
