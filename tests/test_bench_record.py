@@ -122,7 +122,8 @@ def test_stale_ops(tmp_path):
     ops = ("relu", "batch_norm", "linear", "mnist_step")
     record = {
         "source_hash": "0" * 16,
-        "op_hashes": {op: sources.op_hash(op, tmp_path) for op in ops},
+        "device": "cuda",
+        "op_hashes": {op: sources.op_hash(op, tmp_path, "cuda") for op in ops},
         "rows": [{"op": op} for op in ops],
     }
 
@@ -133,6 +134,9 @@ def test_stale_ops(tmp_path):
     assert sources.stale_ops(record, tmp_path) == set()
     append("ops/batch_norm/batch_norm.h", "\n\n// one line\n/* two\n lines */\n")
     append("ops/relu/relu.h", 'constexpr char kNoComment[] = "//";\n')
+    assert sources.stale_ops(record, tmp_path) == {"relu", "mnist_step"}
+    append("ops/batch_norm/cpu/batch_norm.cpp", "int no_call_on_a_gpu_runs_it;\n")
+    append("ops/dropout/dropout_cpu.cpp", "int nor_this;\n")
     assert sources.stale_ops(record, tmp_path) == {"relu", "mnist_step"}
     append("gemm/instances/portable_bf16.cu", "int linear_calls_it;\n")
     assert sources.stale_ops(record, tmp_path) == {"relu", "linear", "mnist_step"}

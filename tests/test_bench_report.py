@@ -39,7 +39,7 @@ def tree(tmp_path):
     (tmp_path / "README.md").write_text("a\n<!-- results:summary -->\nold\n<!-- /results -->\nb\n")
     record = {
         **{k: v for k, v in json.loads(FULL.read_text()).items() if k != "rows"},
-        "op_hashes": {"relu": sources.op_hash("relu", tmp_path)},
+        "op_hashes": {"relu": sources.op_hash("relu", tmp_path, "cuda")},
         "rows": [
             row("relu", "warpwright", 2.0),
             row("relu", "native", 4.0, ratio=2.0, ratio_lo=1.9, ratio_hi=2.125),

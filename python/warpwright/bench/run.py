@@ -305,7 +305,7 @@ class Runner:
         root = source_root()
         if root is not None:
             ops = {c.op for c in cases} | {w.op for w in workloads}
-            record["op_hashes"] = {op: op_hash(op, root) for op in sorted(ops)}
+            record["op_hashes"] = {op: op_hash(op, root, self.device) for op in sorted(ops)}
         record["suite"] = self.suite
         record["peers"] = {
             n: PEERS[n].version for n in dict.fromkeys([*self.peers, *self.step_peers])

@@ -73,13 +73,24 @@ def with_includes(files: Iterable[Path], csrc: Path) -> set[Path]:
     return found
 
 
-def op_hash(op: str, root: Path) -> str:
-    """Identifies the sources of the op: its folders, and of the layers below what they include."""
+def runs_on(path: Path, device: str) -> bool:
+    """Whether a file of the repository can be part of a call on the device."""
+    if device == "cpu":
+        return path.suffix not in {".cu", ".cuh"} and "cuda" not in path.parts
+    return "cpu" not in path.parts and not path.stem.endswith("_cpu")
+
+
+def op_hash(op: str, root: Path, device: str) -> str:
+    """Identifies the op's sources on a device: its folders, and what they include from below."""
     csrc = root / "csrc"
     folders = [csrc / "ops" / name for name in folders_of(op)]
     if not all(folder.is_dir() for folder in folders):  # a training step, made of many ops
         folders = [csrc / "ops"]
-    return digest_of_files(with_includes(files_in(*folders), csrc), root)
+
+    def kept(files: set[Path]) -> set[Path]:
+        return {path for path in files if runs_on(path.relative_to(root), device)}
+
+    return digest_of_files(kept(with_includes(kept(files_in(*folders)), csrc)), root)
 
 
 def source_hash(root: Path) -> str:
@@ -99,4 +110,4 @@ def stale_ops(record: dict[str, Any], root: Path) -> set[str]:
     ops = {row["op"] for row in record["rows"]}
     if record["source_hash"] == source_hash(root):
         return set()
-    return {op for op in ops if hashes.get(op) != op_hash(op, root)}
+    return {op for op in ops if hashes.get(op) != op_hash(op, root, record["device"])}

@@ -9,7 +9,8 @@
 // order of the steps, without atomics.
 //
 // Bound: if many heads or batches share the mask, the steps (products take a third of them). Else
-// the mask's loads and the gradient's stores, which go element by element.
+// the mask's loads and the gradient's stores: in pairs, or element by element where a tile is not
+// whole.
 #pragma once
 
 #include "device/exp.cuh"
