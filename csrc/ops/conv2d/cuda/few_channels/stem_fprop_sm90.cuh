@@ -1,10 +1,11 @@
 // Forward of an image network's first convolution (stem.h). D is transposed: its 64 rows are
 // filters, its columns the 128 outputs of a step. A is the weights, which stay in shared memory. B
 // is the image: column q of row r of the window starts 16 bytes after column q - 1, and k runs
-// through the row from there. Two consumer warpgroups take alternate steps, so one stores while the
-// other multiplies.
+// through the row from there. Two consumer warpgroups take alternate steps. Each stores a step while
+// its next step's products run.
 //
-// Bound: the bytes of y; wgmma takes about as long for 7x7 and 64 filters.
+// Floor: the bytes of y; wgmma takes about as long for 7x7 and 64 filters. Bound: the instructions
+// that pad pixels and store outputs.
 #pragma once
 
 #include "ops/conv2d/cuda/few_channels/stem_rows_sm90.cuh"

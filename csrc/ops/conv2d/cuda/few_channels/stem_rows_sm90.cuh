@@ -5,7 +5,7 @@
 // strip. Input rows enter the ring once, in this order. Steps and rows are counted from the CTA's
 // first on.
 //
-// A pixel has kSlots channels: its own, a one, then zeros. The weight of the one is the bias in
+// A pixel has kSlots channels: its own, then the number one, then zeros. The weight of the one is the bias in
 // fprop; in wgrad it gives the bias' gradient.
 #pragma once
 
@@ -106,8 +106,8 @@ struct StemRing {
     for (int row = 0; row < kStemRingRows; ++row) mbarrier_init(full(row), 1);
     for (int step = 0; step < kSteps; ++step) mbarrier_init(done(step), 4);
   }
-  // All threads of the CTA. A row's end may stay unused, and what a wgmma reads there must not be
-  // NaN for ever.
+  // All threads of the CTA. wgmma also reads the end of a row that no pixel fills: NaN there would
+  // look like one to repair.
   __device__ __forceinline__ void clear() const {
     constexpr uint4 kZeros = {};
     for (int i = threadIdx.x; i < kStemRingRows * kStemRowBytes / 16; i += kStemThreads)

@@ -4,7 +4,8 @@
 // output q lies 16 q + 2 n bytes after the first. Two consumer warpgroups take alternate steps and
 // keep their sums in registers to the end; a second kernel adds the sums of all in order.
 //
-// Bound: the bytes of grad_output; wgmma takes about as long for 7x7.
+// Floor: the bytes of grad_output; wgmma takes about as long for 7x7. Bound: the instructions that
+// pad pixels and issue products.
 #pragma once
 
 #include "device/sm90/wgmma_narrow.cuh"
