@@ -52,7 +52,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """``input * Phi(input)``, elementwise: the Gaussian error linear unit of arXiv 1606.08415.
 
     Float32 and float64 are computed in their own precision, 16-bit types in float32 and rounded
-    once. On a CPU, ATen's loops run.
+    once.
 
     Args:
         input: any shape and strides; float32, float64, bfloat16, float16.
