@@ -37,12 +37,18 @@ struct SigmoidPolynomial {
   }
 };
 
-// c[0] + x (c[1] + x (c[2] + ...)).
+// c[0] + c[1] x + c[2] x^2 + ...: even and odd powers apart, because the latency of one chain would
+// be the bound.
 template <size_t kTerms>
 Vector<float> polynomial(Vector<float> x, const float (&c)[kTerms]) {
-  Vector<float> result(c[kTerms - 1]);
-  for (size_t i = kTerms - 1; i-- > 0;) result = at::vec::fmadd(result, x, Vector<float>(c[i]));
-  return result;
+  const Vector<float> square = x * x;
+  Vector<float> last(c[kTerms - 1]), other(c[kTerms - 2]);
+  for (size_t i = kTerms - 2; i-- > 0;) {
+    const Vector<float> next = at::vec::fmadd(last, square, Vector<float>(c[i]));
+    last = other;
+    other = next;
+  }
+  return at::vec::fmadd(last, x, other);
 }
 
 // Phi(z), the standard normal distribution, and exp(-z^2 / 2), which its density contains.

@@ -45,10 +45,11 @@ void for_pointwise_gradient(PointwiseActivation activation, F&& f) {
 
 // Calls step(i, count) for all elements, a vector at a time.
 template <class T, class Step>
-void for_vectors(int64_t numel, Step&& step) {
+void for_vectors(int64_t numel, const Step& step) {
   at::parallel_for(0, numel, kCpuGrain, [&](int64_t begin, int64_t end) {
+    const Step own = step;  // in registers: the compiler cannot tell that no store writes `step`
     for (int64_t i = begin; i < end; i += Elements<T>::kCount) {
-      step(i, std::min(Elements<T>::kCount, end - i));
+      own(i, std::min(Elements<T>::kCount, end - i));
     }
   });
 }
@@ -60,7 +61,7 @@ void activation_cpu(const ActivationParams& p) {
     const T* input = static_cast<const T*>(p.input);
     T* output = static_cast<T*>(p.output);
     for_pointwise<CpuCompute<T>>(p.activation, [&](auto&& activation) {
-      for_vectors<T>(p.numel, [&](int64_t i, int64_t count) {
+      for_vectors<T>(p.numel, [=](int64_t i, int64_t count) {
         auto x = Elements<T>::load(input + i, count);
         for (auto& part : x.part) part = activation(part);
         x.store(output + i, count);
@@ -76,7 +77,7 @@ void activation_backward_cpu(const ActivationBackwardParams& p) {
     const T* kept = static_cast<const T*>(p.kept);
     T* grad_input = static_cast<T*>(p.grad_input);
     for_pointwise_gradient<CpuCompute<T>>(p.activation, [&](auto&& gradient) {
-      for_vectors<T>(p.numel, [&](int64_t i, int64_t count) {
+      for_vectors<T>(p.numel, [=](int64_t i, int64_t count) {
         E dy = E::load(grad_output + i, count);
         const E k = E::load(kept + i, count);
         for (int part = 0; part < E::kParts; ++part) {
