@@ -1,7 +1,7 @@
 """Build of the two binaries.
 
 - warpwright/libwarpwright.so: kernels and operator registrations, no Python symbol in it.
-- warpwright/_C.*.so: a small pybind11 module linked to it.
+- warpwright/_C.*.so: a small pybind11 module linked to it and to torch's Python module.
 
 Environment:
 
@@ -146,7 +146,13 @@ else:
 print(f"warpwright: MAX_JOBS={os.environ['MAX_JOBS']}")
 
 # cpp_extension reads CUDA_HOME when it is imported.
-from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
+from torch.utils.cpp_extension import (  # noqa: E402
+    BuildExtension,
+    CppExtension,
+    CUDAExtension,
+    include_paths,
+    library_paths,
+)
 
 
 def source_hash() -> str:
@@ -464,7 +470,9 @@ def python_module() -> Extension:
         "warpwright._C",
         sources=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / "python").glob("*.cpp")),
         depends=[str(p) for p in (ROOT / "csrc").rglob("*.h")],
-        include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
+        include_dirs=[str(ROOT / "csrc"), pybind11.get_include(), *include_paths()],
+        library_dirs=library_paths(),
+        libraries=["c10", "torch_cpu", "torch_python"],
         define_macros=[
             *defines,
             ("WARPWRIGHT_TORCH_VERSION", f'"{torch.__version__}"'),

@@ -74,13 +74,12 @@ def test_small_values_keep_their_digits(device, form):
 
 @each
 def test_every_offset(device, dtype, form):
-    """On a GPU the place in a vector changes no bit. ATen's loops end with other instructions."""
-    ours, theirs = pair(form)
+    """The place in a vector changes no bit."""
+    ours, _ = pair(form)
     base = torch.randn(300, device=device).to(dtype)
     whole = ours(base)
     for offset in range(32):
-        x = base[offset : offset + 200]
-        assert_same(ours(x), theirs(x) if device == "cpu" else whole[offset : offset + 200])
+        assert_same(ours(base[offset : offset + 200]), whole[offset : offset + 200])
 
 
 @each
@@ -215,6 +214,6 @@ def test_bad_input(device):
 
 def test_explain():
     x = torch.empty(1000)
-    assert "ATen" in str(warpwright.explain("gelu", x))
+    assert "vectorised loops" in str(warpwright.explain("gelu", x))
     text = str(warpwright.explain("tanh", x, device="cuda"))
     assert text.count("16-byte accesses") == 2

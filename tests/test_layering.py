@@ -10,7 +10,7 @@ CSRC = ROOT / "csrc"
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
 MAX_LINES = 500
 COMPOSED = {"linear_cross_entropy"}  # of other ops' kernels: none of its own
-COMPOSED_ON_CPU = {"activation", "conv2d_batch_norm", "squeeze_excitation"}
+COMPOSED_ON_CPU = {"conv2d_batch_norm", "squeeze_excitation"}
 # An op includes files of another only if it is made of it. What others share has a shared folder.
 MADE_OF = {
     "batch_norm_relu_max_pool2d": {"batch_norm", "max_pool2d"},
@@ -79,7 +79,9 @@ def room_of(path):
 
 
 def may_see_torch(path):
-    """csrc/torch/, csrc/cpu/ and the rooms of these names."""
+    """csrc/torch/, csrc/cpu/, the rooms of these names, and the calls that skip torch's parser."""
+    if path.as_posix() == "python/direct_call.cpp":
+        return True
     return path.parts[0] in ("torch", "cpu") or room_of(path) in ("torch", "cpu")
 
 

@@ -97,21 +97,13 @@ def bits(call, fmt, threads, wanted=(0, 1, 2)):
         torch.set_num_threads(before)
 
 
-# ATen's loops share out the elements, and where a part ends inside a vector, its last elements are
-# computed one by one, with other last bits (docs/numerics.md).
-IN_PARTS = ("gelu", "silu", "sigmoid")
-
-
 @pytest.mark.parametrize("fmt", FORMATS, ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("name", CALLS)
 def test_same_bits(name, fmt):
     expected = bits(CALLS[name], fmt, 1)
     for threads in (2, 3, 5):
         found = bits(CALLS[name], fmt, threads)
-        if name in IN_PARTS:
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
-        else:
-            assert all(map(torch.equal, found, expected)), threads
+        assert all(map(torch.equal, found, expected)), threads
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=["nchw", "nhwc"])

@@ -12,7 +12,7 @@ namespace warpwright {
 
 // exp(x) = 2^n exp(r), |r| <= ln(2) / 2, and exp(r) = 1 + r + r^2 q(r). q is the polynomial of
 // degree 4 with the least largest relative error of exp(r), 3.1e-9 (Remez' algorithm).
-inline Values<float> exp_lanes(Values<float> x) {
+__attribute__((always_inline)) inline Values<float> exp_lanes(Values<float> x) {
   using V = Values<float>;
   using Bits = Mask<float>;
   constexpr float kLow = -104, kHigh = 89;  // exp is 0 and infinity there; comparisons keep NaN
@@ -44,14 +44,13 @@ inline Values<float> exp_lanes(Values<float> x) {
 
 // The same for ATen's vectors, whose own exp serves the other types.
 template <class C>
-at::vec::Vectorized<C> exp_of(const at::vec::Vectorized<C>& x) {
+__attribute__((always_inline)) inline at::vec::Vectorized<C> exp_of(
+    const at::vec::Vectorized<C>& x) {
   if constexpr (std::is_same_v<C, float> && sizeof(x) == sizeof(Values<float>)) {
     Values<float> lanes;
-    std::memcpy(&lanes, &x, sizeof(lanes));
+    x.store(&lanes);
     lanes = exp_lanes(lanes);
-    at::vec::Vectorized<C> result;
-    std::memcpy(&result, &lanes, sizeof(lanes));
-    return result;
+    return at::vec::Vectorized<C>::loadu(&lanes);
   } else {
     return x.exp();
   }

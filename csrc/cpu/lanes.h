@@ -96,12 +96,14 @@ inline void store_lanes(T* target, Values<T> values) {
 template <class T, class Code>
 inline Mask<T> load_code_lanes(const Code* source) {
 #ifdef __AVX2__
-  if constexpr (std::is_same_v<Code, uint8_t>) {
+  if constexpr (sizeof(Code) == 1) {
+    constexpr bool kSigned = std::is_signed_v<Code>;
     if constexpr (kLanes<T> == 8) {
-      return (Mask<T>)_mm256_cvtepu8_epi32(
-          _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source));
+      return (Mask<T>)(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
     } else {
-      return (Mask<T>)_mm256_cvtepu8_epi64(_mm_loadu_si32(source));
+      const __m128i bytes = _mm_loadu_si32(source);
+      return (Mask<T>)(kSigned ? _mm256_cvtepi8_epi64(bytes) : _mm256_cvtepu8_epi64(bytes));
     }
   }
 #endif

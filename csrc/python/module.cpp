@@ -1,10 +1,11 @@
-// warpwright._C: queries about the library that are not ops. No kernel, no torch header.
+// warpwright._C: queries about the library that are not ops, and the ops' calls. No kernel.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "host/error_word.h"
 #include "host/float32_precision.h"
 #include "host/weight_casts.h"
+#include "python/direct_call.h"
 #include "python/explain.h"
 
 namespace py = pybind11;
@@ -32,6 +33,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "What Python asks libwarpwright.so besides calling its ops.";
   m.def("build_info", &build_info);
   warpwright::define_explain(m);
+  m.def("direct_call", &warpwright::direct_call);
   m.def("take_error", &warpwright::take_error);
   m.def("error_word_devices", &warpwright::error_word_devices);
   m.def("is_strict", &warpwright::is_strict);

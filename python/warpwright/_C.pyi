@@ -1,7 +1,8 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 def build_info() -> dict[str, Any]: ...
+def direct_call(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]: ...
 
 class Operand:
     def __init__(self, sizes: Sequence[int], strides: Sequence[int], address: int) -> None: ...

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function
 from torch.utils._pytree import tree_leaves
 
-from . import _arguments, _ops
+from . import _C, _arguments, _ops
 from ._arch import why_no_kernel
 from ._catalog import NATIVE_OPERATORS
 
@@ -38,7 +38,7 @@ def otherwise_native() -> None:
 
 def _with_native(name: str) -> Callable[..., Any]:
     overload = getattr(torch.ops.warpwright, name).default
-    run = overload._op  # the overload's __call__ does nothing else
+    run = _C.direct_call(f"warpwright::{name}", overload._op)  # as the overload's __call__
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) and _is_overridden(args, kwargs):

@@ -1,19 +1,12 @@
-// activation and activation_backward on every dispatch key. The CPU runs ATen's vectorised loops.
+// activation and activation_backward on every dispatch key.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/sigmoid.h>
-#include <ATen/ops/sigmoid_backward.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/silu_backward.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/tanh_backward.h>
 
 #include <iterator>
 #include <string_view>
 
-#include "ops/activation/activation.h"
+#include "ops/activation/activation_loops.h"
 #include "torch/activation.h"
 #include "torch/autograd.h"
 #include "torch/check_argument.h"
@@ -75,7 +68,9 @@ Tensor activation_with(const Tensor& input, std::string_view activation, Run&& r
   check_activation(input, "activation: input");
   check_has_storage(input, "activation: input");
   Tensor output = at::empty_like(input);
-  run(f, input, output);
+  const Tensor source = in_order_of(input, output);
+  run(ActivationParams{dtype_of(input), f, input.numel(), source.const_data_ptr(),
+                       output.mutable_data_ptr()});
   return output;
 }
 
@@ -87,70 +82,34 @@ Tensor activation_backward_with(const Tensor& grad_output, const Tensor& kept,
   check_has_storage(grad_output, "activation_backward: grad_output");
   check_has_storage(kept, "activation_backward: kept");
   Tensor grad_input = at::empty_like(kept);
-  run(f, grad_output, kept, grad_input);
+  const Tensor dy = in_order_of(grad_output, grad_input), k = in_order_of(kept, grad_input);
+  run(ActivationBackwardParams{dtype_of(kept), f, kept.numel(), dy.const_data_ptr(),
+                               k.const_data_ptr(), grad_input.mutable_data_ptr()});
   return grad_input;
 }
 
-std::string_view gelu_form(PointwiseActivation f) { return f == kGeluTanh ? "tanh" : "none"; }
-
 Tensor activation_cpu_kernel(const Tensor& input, std::string_view activation) {
-  return activation_with(input, activation,
-                         [](PointwiseActivation f, const Tensor& x, Tensor& output) {
-                           switch (f) {
-                             case kGelu:
-                             case kGeluTanh:
-                               return (void)at::gelu_out(output, x, gelu_form(f));
-                             case kSilu:
-                               return (void)at::silu_out(output, x);
-                             case kSigmoid:
-                               return (void)at::sigmoid_out(output, x);
-                             case kTanh:
-                               return (void)at::tanh_out(output, x);
-                           }
-                         });
+  return activation_with(input, activation, activation_cpu);
 }
 
 Tensor activation_backward_cpu_kernel(const Tensor& grad_output, const Tensor& kept,
                                       std::string_view activation) {
-  return activation_backward_with(
-      grad_output, kept, activation,
-      [](PointwiseActivation f, const Tensor& dy, const Tensor& k, Tensor& dx) {
-        switch (f) {
-          case kGelu:
-          case kGeluTanh:
-            return (void)at::gelu_backward_out(dx, dy, k, gelu_form(f));
-          case kSilu:
-            return (void)at::silu_backward_out(dx, dy, k);
-          case kSigmoid:
-            return (void)at::sigmoid_backward_out(dx, dy, k);
-          case kTanh:
-            return (void)at::tanh_backward_out(dx, dy, k);
-        }
-      });
+  return activation_backward_with(grad_output, kept, activation, activation_backward_cpu);
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
 Tensor activation_cuda_kernel(const Tensor& input, std::string_view activation) {
   const CudaCall call(input);
-  return activation_with(
-      input, activation, [&](PointwiseActivation f, const Tensor& x, Tensor& output) {
-        const Tensor source = in_order_of(x, output);
-        const ActivationParams p{dtype_of(x), f, x.numel(), source.const_data_ptr(),
-                                 output.mutable_data_ptr()};
-        launch_activation(p, choose_activation(p), call.stream);
-      });
+  return activation_with(input, activation, [&](const ActivationParams& p) {
+    launch_activation(p, choose_activation(p), call.stream);
+  });
 }
 
 Tensor activation_backward_cuda_kernel(const Tensor& grad_output, const Tensor& kept,
                                        std::string_view activation) {
   const CudaCall call(kept);
   return activation_backward_with(
-      grad_output, kept, activation,
-      [&](PointwiseActivation f, const Tensor& grad, const Tensor& tensor, Tensor& dx) {
-        const Tensor dy = in_order_of(grad, dx), k = in_order_of(tensor, dx);
-        const ActivationBackwardParams p{dtype_of(k),        f,
-                                         k.numel(),          dy.const_data_ptr(),
-                                         k.const_data_ptr(), dx.mutable_data_ptr()};
+      grad_output, kept, activation, [&](const ActivationBackwardParams& p) {
         launch_activation_backward(p, choose_activation_backward(p), call.stream);
       });
 }

@@ -48,27 +48,21 @@ void gated_activation_cpu(const GatedActivationParams& p) {
 void gated_activation_backward_cpu(const GatedActivationBackwardParams& p) {
   for_cpu_dtype(p.dtype, [&]<class T>() {
     using E = Elements<T>;
-    using Acc = CpuCompute<T>;
-    for_activation<Acc>(p.activation, [&](auto&& activation) {
-      for_activation_gradient<Acc>(p.activation, [&](auto&& gradient) {
-        for_elements<T>(p.rows, p.cols, [&](int64_t row, int64_t col, int64_t count) {
-          const E dy = E::load(at_row<T>(p.grad_output, row) + col, count);
-          const E gate = E::load(at_row<T>(p.gate, row) + col, count);
-          if (p.grad_gate.data != nullptr) {
-            E result = E::load(at_row<T>(p.up, row) + col, count);
-            for (int i = 0; i < E::kParts; ++i) {
-              result.part[i] = gradient(dy.part[i] * result.part[i], gate.part[i]);
-            }
-            result.store(at_row<T>(p.grad_gate, row) + col, count);
-          }
-          if (p.grad_up.data != nullptr) {
-            E result;
-            for (int i = 0; i < E::kParts; ++i) {
-              result.part[i] = dy.part[i] * activation(gate.part[i]);
-            }
-            result.store(at_row<T>(p.grad_up, row) + col, count);
-          }
-        });
+    for_smooth_activation<CpuCompute<T>>(p.activation, [&](auto&& activation) {
+      for_elements<T>(p.rows, p.cols, [&](int64_t row, int64_t col, int64_t count) {
+        const E dy = E::load(at_row<T>(p.grad_output, row) + col, count);
+        const E gate = E::load(at_row<T>(p.gate, row) + col, count);
+        const E up = E::load(at_row<T>(p.up, row) + col, count);
+        E grad_gate, grad_up;
+        for (int i = 0; i < E::kParts; ++i) {
+          const auto [value, slope] = activation(gate.part[i]);
+          grad_gate.part[i] = dy.part[i] * up.part[i] * slope;
+          grad_up.part[i] = dy.part[i] * value;
+        }
+        if (p.grad_gate.data != nullptr) {
+          grad_gate.store(at_row<T>(p.grad_gate, row) + col, count);
+        }
+        if (p.grad_up.data != nullptr) grad_up.store(at_row<T>(p.grad_up, row) + col, count);
       });
     });
   });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """``input * Phi(input)``, elementwise: the Gaussian error linear unit of arXiv 1606.08415.
 
     Float32 and float64 are computed in their own precision, 16-bit types in float32 and rounded
-    once. On a CPU, ATen's loops run.
+    once.
 
     Args:
         input: any shape and strides; float32, float64, bfloat16, float16.
@@ -66,9 +67,12 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """
     if approximate.__class__ is not str or approximate not in ("none", "tanh"):
         return native.gelu(input, approximate=approximate)  # type: ignore[no-any-return]
-    if dynamo() or exporting() or _is_native(input):
+    if dynamo() or exporting():
         return native.gelu(input, approximate=approximate)  # type: ignore[no-any-return]
-    return _activated("gelu", input, "gelu_tanh" if approximate == "tanh" else "gelu")
+    try:
+        return ops.activation(input, "gelu_tanh" if approximate == "tanh" else "gelu")  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        return _natively(error, "gelu", lambda x: native.gelu(x, approximate=approximate), input)
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -80,10 +84,13 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
     """
     if dynamo() or exporting():
         return native.silu(input, inplace)  # type: ignore[no-any-return]
-    if inplace or _is_native(input):
+    if inplace:
         _arguments.require_storage("silu", "input", input)
         return native.silu(input, inplace)  # type: ignore[no-any-return]
-    return _activated("silu", input, "silu")
+    try:
+        return ops.activation(input, "silu")  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        return _natively(error, "silu", native.silu, input)
 
 
 def sigmoid(input: Tensor) -> Tensor:
@@ -99,32 +106,30 @@ def sigmoid(input: Tensor) -> Tensor:
     """
     if dynamo() or exporting():
         return torch.sigmoid(input)
-    if _is_native(input):
-        _arguments.require_storage("sigmoid", "input", input)
-        return torch.sigmoid(input)
-    return _activated("sigmoid", input, "sigmoid")
+    try:
+        return ops.activation(input, "sigmoid")  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        return _natively(error, "sigmoid", torch.sigmoid, input)
 
 
 def tanh(input: Tensor) -> Tensor:
     """The hyperbolic tangent, elementwise. All else is :func:`sigmoid`'s."""
     if dynamo() or exporting():
         return torch.tanh(input)
-    if _is_native(input):
-        _arguments.require_storage("tanh", "input", input)
-        return torch.tanh(input)
-    return _activated("tanh", input, "tanh")
-
-
-def _is_native(input: Any) -> bool:
-    """Whether it is a tensor of a type that only native has a kernel for."""
-    return isinstance(input, Tensor) and input.dtype not in FLOATING
-
-
-def _activated(name: str, input: Tensor, activation: str) -> Tensor:
     try:
-        return ops.activation(input, activation)  # type: ignore[no-any-return]
+        return ops.activation(input, "tanh")  # type: ignore[no-any-return]
     except RuntimeError as error:
-        raise _arguments.error(error, name, {"input": input}, {}) from None
+        return _natively(error, "tanh", torch.tanh, input)
+
+
+def _natively(
+    error: RuntimeError, name: str, function: Callable[[Tensor], Tensor], input: Any
+) -> Tensor:
+    """The result of native's ``function`` for a type that it alone takes; else raises ``error``."""
+    if isinstance(input, Tensor) and input.dtype not in FLOATING:
+        _arguments.require_storage(name, "input", input)
+        return function(input)
+    raise _arguments.error(error, name, {"input": input}, {}) from None
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:

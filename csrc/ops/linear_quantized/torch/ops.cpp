@@ -6,7 +6,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "ops/linear/torch/common.h"
-#include "ops/linear_quantized/linear_quantized.h"
+#include "ops/linear_quantized/few_rows.h"
 
 namespace warpwright {
 namespace {
@@ -217,11 +217,19 @@ Tensor linear_quantized_backward_cpu_kernel(const Tensor& grad_output, const Ten
   const auto type = cpu_type(grad_output);
   const Weight weight(codes, scales, zeros, fragments, type);
   Tensor grad_input = empty_of(with_last_size(grad_output, features_of(codes)), grad_output);
-  const Tensor dy = rows_of(grad_output).to(type);
-  Tensor sums = at::zeros({dy.size(0), weight.params().features}, dy.options());
-  for_weight_blocks(weight, type, [&](int64_t begin, const Tensor& block) {
-    sums.addmm_(dy.narrow(1, begin, block.size(0)), block);
-  });
+  const Tensor dy = rows_of(grad_output).to(type).contiguous();
+  const QuantizedWeight w = weight.params();
+  Tensor sums;
+  if (dy.size(0) <= kFewGradientRows) {
+    sums = at::empty({dy.size(0), w.features}, dy.options());
+    linear_quantized_few_rows_gradient_cpu(w, dtype_of(dy), dy.size(0), dy.const_data_ptr(),
+                                           sums.mutable_data_ptr());
+  } else {
+    sums = at::zeros({dy.size(0), w.features}, dy.options());
+    for_weight_blocks(weight, type, [&](int64_t begin, const Tensor& block) {
+      sums.addmm_(dy.narrow(1, begin, block.size(0)), block);
+    });
+  }
   grad_input.view({sums.size(0), sums.size(1)}).copy_(sums);
   return grad_input;
 }
