@@ -192,7 +192,9 @@ def causal_lm():
 OPS = ["llama_like_step", "llama_like_labels_step", "gpt2_hf_step", "gpt2_hf_labels_step"]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "op", [*OPS[::3], *(pytest.param(op, marks=pytest.mark.slow) for op in OPS[1:3])]
+)
 def test_hugging_face_models(causal_lm, op, monkeypatch):
     """Every implementation trains as native does; the peer with the flag gets no mask."""
     monkeypatch.setattr(
