@@ -51,10 +51,10 @@ struct Vector {
     return result;
   }
   static W load_stat(const Stat* source) {
-    if constexpr (kWidens || std::is_same_v<T, double>) {
-      W result;
-      std::memcpy(&result, source, sizeof(result));
-      return result;
+    if constexpr (kWidens) {
+      return load_doubles(source);
+    } else if constexpr (std::is_same_v<T, double>) {
+      return load(source);
     } else {
       V result;
       for (int i = 0; i < kCount; ++i) result[i] = static_cast<Compute>(source[i]);
@@ -62,43 +62,61 @@ struct Vector {
     }
   }
   static void store_stat(Stat* target, const W& value) {
-    if constexpr (kWidens || std::is_same_v<T, double>) {
-      std::memcpy(target, &value, sizeof(value));
+    if constexpr (std::is_same_v<T, double>) {
+      store(target, value);
     } else {
-      const WideLanes wide = widen<true>(value);
-      std::memcpy(target, &wide, sizeof(wide));
+      store_doubles(target, as_doubles(value));
     }
   }
   static void add_stat(Stat* target, const W& value) {
     if constexpr (std::is_same_v<T, double>) {
-      store_stat(target, load_stat(target) + value);
+      store(target, load(target) + value);
     } else {
-      WideLanes sum;
-      std::memcpy(&sum, target, sizeof(sum));
-      if constexpr (kWidens) {
-        sum += value;
-      } else {
-        sum += widen<true>(value);
-      }
-      std::memcpy(target, &sum, sizeof(sum));
+      store_doubles(target, load_doubles(target) + as_doubles(value));
     }
   }
   static Stat total(const W& value) {
-    Stat lanes[kCount];
-    store_stat(lanes, value);
-    if constexpr (kCount == 8) {
-      for (int i = 0; i < 4; ++i) lanes[i] += lanes[i + 4];
+    Values<double> sums;
+    if constexpr (std::is_same_v<T, double>) {
+      sums = value;
+    } else {
+      const WideLanes wide = as_doubles(value);
+      sums = wide.low + wide.high;
     }
-    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
   }
 
  private:
+  static WideLanes as_doubles(const W& value) {
+    if constexpr (kWidens) {
+      return value;
+    } else {
+      return widen<true>(value);
+    }
+  }
+  // By halves: GCC 12 copies 64 bytes by 16, and then waits for them before it loads 32.
+  static WideLanes load_doubles(const Stat* source) {
+    WideLanes result;
+    std::memcpy(&result.low, source, sizeof(result.low));
+    std::memcpy(&result.high, source + 4, sizeof(result.high));
+    return result;
+  }
+  static void store_doubles(Stat* target, const WideLanes& value) {
+    std::memcpy(target, &value.low, sizeof(value.low));
+    std::memcpy(target + 4, &value.high, sizeof(value.high));
+  }
   template <bool kWiden>
   static auto widen(V x) {
     if constexpr (kWiden) {
+#ifdef __AVX2__  // GCC 12 converts two elements at a time
+      const auto raw = (__m256)x;
+      return WideLanes{(Values<double>)_mm256_cvtps_pd(_mm256_castps256_ps128(raw)),
+                       (Values<double>)_mm256_cvtps_pd(_mm256_extractf128_ps(raw, 1))};
+#else
       return WideLanes{
           __builtin_convertvector(__builtin_shufflevector(x, x, 0, 1, 2, 3), Values<double>),
           __builtin_convertvector(__builtin_shufflevector(x, x, 4, 5, 6, 7), Values<double>)};
+#endif
     } else {
       return x;
     }

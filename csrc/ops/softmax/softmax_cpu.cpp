@@ -10,13 +10,16 @@
 #include "common/ceil_div.h"
 #include "common/switch.h"
 #include "cpu/exp.h"
+#include "cpu/fold_lanes.h"
 #include "cpu/row_sums.h"
 #include "ops/softmax/softmax.h"
 
 namespace warpwright {
 namespace {
 
-constexpr int64_t kStripColumns = 64;  // of a strip
+// Columns of a strip: as many as keep it in the second-level cache, so that runs of memory are
+// long.
+constexpr int64_t kLeastColumns = 64, kMostColumns = 1024, kStripElements = 1 << 15;
 
 // Calls f<T, O>() with the types of the input and the output.
 template <class F>
@@ -79,8 +82,7 @@ CpuCompute<T> largest_of(const T* x, int64_t length) {
     }
   });
   const Values<T> all = larger(larger(most[0], most[1]), larger(most[2], most[3]));
-  for (int i = 0; i < kLanes<T>; ++i) result = larger(static_cast<Compute>(all[i]), result);
-  return result;
+  return larger(fold_lanes<T>(all, larger<Values<T>>), result);
 }
 
 // ---- rows ----
@@ -127,16 +129,16 @@ void softmax_backward_row(const O* y, const O* dy, T* dx, int64_t length) {
 
 // Numbers of the columns of a strip.
 template <class C>
-using Strip = std::array<C, kStripColumns>;
+using Strip = std::array<C, kMostColumns>;
 
-// `count` columns of `length` elements, `inner` apart. `kept`: (length, kStripColumns).
+// `count` columns of `length` elements, `inner` apart. `kept`: (length, count).
 template <class T, class O, bool kLog>
 void softmax_strip(const T* x, O* y, int64_t length, int64_t inner, int64_t count,
                    CpuCompute<T>* kept) {
   using Compute = CpuCompute<T>;
   alignas(32) Strip<Compute> maximum, reference, scale;
-  maximum.fill(kLowest<Compute>);
-  scale.fill(0);
+  std::fill_n(maximum.begin(), count, kLowest<Compute>);
+  std::fill_n(scale.begin(), count, Compute(0));
   for (int64_t i = 0; i < length; ++i) {
     for_accesses<T>(count, [&]<class Access>(int64_t c) {
       const auto most =
@@ -148,7 +150,7 @@ void softmax_strip(const T* x, O* y, int64_t length, int64_t inner, int64_t coun
     reference[static_cast<size_t>(c)] = reference_of(maximum[static_cast<size_t>(c)]);
   }
   for (int64_t i = 0; i < length; ++i) {
-    Compute* row = kept + i * kStripColumns;
+    Compute* row = kept + i * count;
     for_accesses<T>(count, [&]<class Access>(int64_t c) {
       const auto e =
           exp_any(Access::load(x + i * inner + c) - Access::load_compute(reference.data() + c));
@@ -162,7 +164,7 @@ void softmax_strip(const T* x, O* y, int64_t length, int64_t inner, int64_t coun
     value = kLog ? std::log(value) : 1 / value;
   }
   for (int64_t i = 0; i < length; ++i) {
-    const Compute* row = kept + i * kStripColumns;
+    const Compute* row = kept + i * count;
     for_accesses<T>(count, [&]<class Access>(int64_t c) {
       const auto factor = Access::load_compute(scale.data() + c);
       if constexpr (kLog) {
@@ -180,7 +182,8 @@ template <class T, class O, bool kLog>
 void softmax_backward_strip(const O* y, const O* dy, T* dx, int64_t length, int64_t inner,
                             int64_t count) {
   using Compute = CpuCompute<O>;
-  alignas(32) Strip<Compute> sum{};
+  alignas(32) Strip<Compute> sum;
+  std::fill_n(sum.begin(), count, Compute(0));
   for (int64_t i = 0; i < length; ++i) {
     for_accesses<O>(count, [&]<class Access>(int64_t c) {
       auto term = Access::load(dy + i * inner + c);
@@ -203,15 +206,22 @@ void softmax_backward_strip(const O* y, const O* dy, T* dx, int64_t length, int6
   }
 }
 
+// 1 for rows. Else the columns of a strip, so that each thread has a few.
+int64_t strip_columns(const SoftmaxShape& p) {
+  if (p.inner == 1) return 1;
+  const int64_t share = p.outer * p.inner / (4 * at::get_num_threads());
+  const int64_t most = std::min({kStripElements / p.length, share, kMostColumns});
+  return std::max(most / kLeastColumns, int64_t{1}) * kLeastColumns;
+}
+
 // Calls run(begin, count) on the threads: for each row its first element and 1, or for each strip
 // of columns its first element and its columns. An exp costs as much as a few elements.
 template <class F>
 void for_strips(const SoftmaxShape& p, F&& make_task) {
-  const int64_t width = p.inner == 1 ? 1 : kStripColumns;
-  const int64_t per_slab = ceil_div(p.inner, width);
+  const int64_t width = strip_columns(p), per_slab = ceil_div(p.inner, width);
   at::parallel_for(0, p.outer * per_slab, grain(4 * p.length * width),
                    [&](int64_t first, int64_t last) {
-                     auto run = make_task();
+                     auto run = make_task(std::min(width, p.inner));
                      for (int64_t task = first; task < last; ++task) {
                        const int64_t slab = task / per_slab, column = task % per_slab * width;
                        run(slab * p.length * p.inner + column, std::min(width, p.inner - column));
@@ -227,8 +237,7 @@ void softmax_cpu(const SoftmaxParams& p) {
     const T* input = static_cast<const T*>(p.input);
     O* output = static_cast<O*>(p.output);
     for_bool(p.is_log, [&]<bool kLog>() {
-      for_strips(p, [&] {
-        const int64_t width = p.inner == 1 ? 1 : kStripColumns;
+      for_strips(p, [&](int64_t width) {
         const bool in_place = std::is_same_v<O, Compute> && width == 1;
         const int64_t room = kLog || in_place ? 0 : p.length * width;
         return [&, kept = std::vector<Compute>(static_cast<size_t>(room))](int64_t begin,
@@ -252,7 +261,7 @@ void softmax_backward_cpu(const SoftmaxBackwardParams& p) {
     const O *output = static_cast<const O*>(p.output), *grad = static_cast<const O*>(p.grad_output);
     T* result = static_cast<T*>(p.grad_input);
     for_bool(p.is_log, [&]<bool kLog>() {
-      for_strips(p, [&] {
+      for_strips(p, [&](int64_t) {
         return [&](int64_t begin, int64_t count) {
           if (p.inner == 1) {
             softmax_backward_row<T, O, kLog>(output + begin, grad + begin, result + begin,

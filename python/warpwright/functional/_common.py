@@ -29,8 +29,8 @@ def pair(function: str, name: str, value: int | Sequence[int]) -> Sequence[int]:
 
 
 def is_sizes(value: Any) -> bool:
-    """Whether it is a list or tuple of integers of Python's own type."""
-    if value.__class__ is not tuple and value.__class__ is not list:
+    """Whether it is a list, tuple or torch.Size of integers of Python's own type."""
+    if value.__class__ not in (tuple, torch.Size, list):
         return False
     if len(value) == 1:  # as usual, and four times faster than the loop
         return value[0].__class__ is int

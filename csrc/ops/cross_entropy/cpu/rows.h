@@ -10,6 +10,10 @@
 #include <cmath>
 #include <limits>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include "cpu/types.h"
 #include "ops/cross_entropy/cross_entropy.h"
 
@@ -20,12 +24,27 @@ using at::vec::Vectorized;
 template <class T>
 using Lanes = Vectorized<CpuCompute<T>>;
 
+// The first `count` elements, then zeros. at::vec copies them through memory first, and the load of
+// the copy waits for it.
+template <class V>
+V load_first(const typename V::value_type* source, int64_t count) {
+#ifdef __AVX2__
+  if constexpr (std::is_same_v<V, Vectorized<float>>) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i wanted = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lanes);
+    return _mm256_maskload_ps(source, wanted);
+  }
+#endif
+  return V::loadu(source, count);
+}
+
 // The first `count` lanes from memory; the others are zero.
 template <class T>
 Lanes<T> load_lanes(const T* source, int64_t count) {
   using Compute = CpuCompute<T>;
   if constexpr (std::is_same_v<T, Compute>) {
-    return count == Lanes<T>::size() ? Lanes<T>::loadu(source) : Lanes<T>::loadu(source, count);
+    return count == Lanes<T>::size() ? Lanes<T>::loadu(source)
+                                     : load_first<Lanes<T>>(source, count);
   } else {
     Lanes<T> result;
     if (count == Lanes<T>::size()) {

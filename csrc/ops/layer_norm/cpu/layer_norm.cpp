@@ -9,15 +9,14 @@
 
 #include "common/ceil_div.h"
 #include "common/switch.h"
-#include "cpu/lane_runs.h"
+#include "cpu/row_sums.h"
 #include "ops/layer_norm/layer_norm.h"
 
 namespace warpwright {
 namespace {
 
-constexpr int64_t kBlockColumns = 2048;  // summed in the compute type
-constexpr int64_t kBlockRows = 64;       // the same, for sums over rows
-constexpr int64_t kMostParts = 32;       // of the rows, each with sums of its own
+constexpr int64_t kBlockRows = 64;  // summed in the compute type
+constexpr int64_t kMostParts = 32;  // of the rows, each with sums of its own
 
 // The columns' factors in the compute type; null: absent.
 template <class T>
@@ -57,71 +56,46 @@ V rounded(V product) {
 #endif
 }
 
-// kSums sums along a row. f<Access>(column, terms) writes the terms of a vector, or of an element.
-template <class T, int kSums, class F>
-std::array<double, kSums> row_sums(int64_t cols, F&& f) {
-  std::array<double, kSums> total{};
-  for (int64_t begin = 0; begin < cols; begin += kBlockColumns) {
-    constexpr int kGroup = 4;
-    Values<T> sums[kSums][kGroup] = {};
-    double rest[kSums] = {};
-    const int64_t extent = std::min(kBlockColumns, cols - begin);
-    for_runs<T, false>(extent, [&]<class Access, int kCount>(int64_t at) {
-      for (int g = 0; g < kCount; ++g) {
-        typename Access::V add[kSums] = {};
-        f.template operator()<Access>(begin + at + g * Access::kCount, add);
-        for (int s = 0; s < kSums; ++s) {
-          if constexpr (Access::kCount == 1) {
-            rest[s] += static_cast<double>(add[s]);
-          } else {
-            sums[s][g] += add[s];
-          }
-        }
-      }
-    });
-    for (int s = 0; s < kSums; ++s) {
-      const Values<T> all = (sums[s][0] + sums[s][1]) + (sums[s][2] + sums[s][3]);
-      total[s] += Vector<T, false>::total(all) + rest[s];
-    }
-  }
-  return total;
-}
-
 struct Moments {
   double mean, square;  // the mean of (x - mean)^2
 };
+
+// The mean of up to 32 elements: near that of the row.
+template <class T>
+double first_mean(const T* x, int64_t cols) {
+  constexpr int64_t kMost = 4;
+  const int64_t count = std::min(cols / kLanes<T>, kMost);
+  if (count == 0) return static_cast<double>(x[0]);
+  Values<T> sum = load_lanes(x);
+  for (int64_t i = 1; i < count; ++i) sum += load_lanes(x + i * kLanes<T>);
+  return Vector<T, false>::total(sum) / static_cast<double>(count * kLanes<T>);
+}
 
 // In one pass over the row, relative to the mean of its first elements. If that is too far from the
 // mean, the difference of the sums loses digits, and a second pass computes the deviations.
 template <class T, bool kCentered>
 Moments row_moments(const T* x, int64_t cols) {
   using Compute = CpuCompute<T>;
-  const auto count = static_cast<double>(cols);
+  const double share = 1 / static_cast<double>(cols);
   auto squares_about = [&](Compute center) {
-    const auto sums = row_sums<T, 1>(cols, [&]<class Access>(int64_t c, auto& add) {
+    const auto sums = sums_along<T, 1>(cols, [&]<class Access>(int64_t c, auto& add) {
       const auto d = Access::load(x + c) - center;
       add[0] = d * d;
     });
-    return sums[0] / count;
+    return sums[0] * share;
   };
   if constexpr (!kCentered) return {0, squares_about(0)};
-  const double pilot = cols < kLanes<T> ? static_cast<double>(x[0])
-                                        : Vector<T, false>::total(load_lanes(x)) / kLanes<T>;
-  const auto center = static_cast<Compute>(pilot);
-  const auto sums = row_sums<T, 2>(cols, [&]<class Access>(int64_t c, auto& add) {
+  const auto center = static_cast<Compute>(first_mean(x, cols));
+  const auto sums = sums_along<T, 2>(cols, [&]<class Access>(int64_t c, auto& add) {
     const auto d = Access::load(x + c) - center;
     add[0] = d;
     add[1] = d * d;
   });
-  const double shift = sums[0] / count, square = sums[1] / count - shift * shift;
+  const double shift = sums[0] * share, square = sums[1] * share - shift * shift;
   const double mean = static_cast<double>(center) + shift;
   if (square > 4 * shift * shift) return {mean, square};
   return {mean, squares_about(static_cast<Compute>(mean))};
 }
-
-// The accesses to elements of type O with as many lanes as `Access` has.
-template <class Access, class O>
-using AccessOf = std::conditional_t<Access::kCount == 1, Scalar<O>, Vector<O, false>>;
 
 // Calls f<T, O>() for `dtype` and a type next to it: the same one, or 16 bits next to float32.
 template <class F>
@@ -172,7 +146,7 @@ void forward_rows(const LayerNormParams& p, const CpuCompute<T>* weight, const C
           auto value = (Access::load(x + c) - mean) * rstd;
           if constexpr (kWeight) value = value * Access::load_compute(weight + c);
           if constexpr (kBias) value = value + Access::load_compute(bias + c);
-          AccessOf<Access, O>::store(y + c, value);
+          AccessBeside<Access, O>::store(y + c, value);
         }
       });
     };
@@ -228,11 +202,11 @@ void backward_rows(const LayerNormBackwardParams& p, const CpuCompute<T>* weight
   }
   auto* by_weight = kSums ? sums.near(0) : nullptr;
   auto* by_bias = kSums ? sums.near(1) : nullptr;
-  const auto along = row_sums<T, 2 * kRows>(p.cols, [&]<class Access>(int64_t c, auto& add) {
+  const auto along = sums_along<T, 2 * kRows>(p.cols, [&]<class Access>(int64_t c, auto& add) {
     typename Access::V of_weight{}, of_bias{};
     for (int r = 0; r < kRows; ++r) {
       const auto xhat = (Access::load(x[r] + c) - mean[r]) * rstd[r];
-      auto g = AccessOf<Access, O>::load(dy[r] + c);
+      auto g = AccessBeside<Access, O>::load(dy[r] + c);
       if constexpr (kSums) {
         of_weight += g * xhat;
         of_bias += g;
@@ -262,7 +236,7 @@ void backward_rows(const LayerNormBackwardParams& p, const CpuCompute<T>* weight
     for_runs<T, false>(p.cols, [&]<class Access, int kCount>(int64_t at) {
       for (int i = 0; i < kCount; ++i) {
         const int64_t c = at + i * Access::kCount;
-        auto g = AccessOf<Access, O>::load(dy[r] + c);
+        auto g = AccessBeside<Access, O>::load(dy[r] + c);
         if constexpr (kWeight) g = rounded(g * Access::load_compute(weight + c));
         const auto xhat = (Access::load(x[r] + c) - mean[r]) * rstd[r];
         auto result = (g - shift - xhat * slope) * rstd[r];

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "cpu/exp.h"
+#include "cpu/fold_lanes.h"
 #include "cpu/lane_runs.h"
 #include "ops/reduction/reduction.h"
 
@@ -27,7 +28,8 @@ struct CpuState {
 // The total of the lanes of term(0), term(1) and so on for a run of `count` elements: four
 // registers of lanes, then single elements.
 template <class T, class Lanes, class Single>
-double run_total(int64_t count, Lanes&& lanes_at, Single&& single_at) {
+inline __attribute__((always_inline)) double run_total(int64_t count, Lanes&& lanes_at,
+                                                       Single&& single_at) {
   constexpr int64_t kStep = kLanes<T>;
   Values<T> a{}, b{}, c{}, d{};
   int64_t i = 0;
@@ -38,9 +40,7 @@ double run_total(int64_t count, Lanes&& lanes_at, Single&& single_at) {
     d += lanes_at(i + 3 * kStep);
   }
   for (; i + kStep <= count; i += kStep) a += lanes_at(i);
-  const Values<T> all = (a + b) + (c + d);
-  double total = 0;
-  for (int k = 0; k < kLanes<T>; ++k) total += all[k];
+  double total = Vector<T, false>::total((a + b) + (c + d));
   for (; i < count; ++i) total += single_at(i);
   return total;
 }
@@ -71,9 +71,11 @@ struct CpuSum {
 // Keeps NaN.
 template <class V>
 V larger(V a, V b) {
-  return ((b > a) | (b != b)) ? b : a;
+  using Bits = decltype(a != a);
+  const V most = a > b ? a : b;             // b if one of them is NaN
+  return (V)((Bits)most | (Bits)(a != a));  // all bits set is NaN, too
 }
-inline double larger(double a, double b) { return b > a || b != b ? b : a; }
+inline double larger(double a, double b) { return (b > a) | (b != b) ? b : a; }
 
 template <class T>
 struct CpuMax {
@@ -87,16 +89,14 @@ struct CpuMax {
       constexpr int64_t kStep = kLanes<T>;
       Values<T> most = load_lanes(x), b = most, c = most, d = most;
       for (; i + 4 * kStep <= count; i += 4 * kStep) {
-        most = larger<Values<T>>(most, load_lanes(x + i));
-        b = larger<Values<T>>(b, load_lanes(x + i + kStep));
-        c = larger<Values<T>>(c, load_lanes(x + i + 2 * kStep));
-        d = larger<Values<T>>(d, load_lanes(x + i + 3 * kStep));
+        most = combine(most, load_lanes(x + i));
+        b = combine(b, load_lanes(x + i + kStep));
+        c = combine(c, load_lanes(x + i + 2 * kStep));
+        d = combine(d, load_lanes(x + i + 3 * kStep));
       }
-      for (; i + kStep <= count; i += kStep) most = larger<Values<T>>(most, load_lanes(x + i));
-      most = larger<Values<T>>(larger<Values<T>>(most, b), larger<Values<T>>(c, d));
-      for (int k = 0; k < kLanes<T>; ++k) {
-        state.first = larger(state.first, static_cast<double>(most[k]));
-      }
+      for (; i + kStep <= count; i += kStep) most = combine(most, load_lanes(x + i));
+      most = combine(combine(most, b), combine(c, d));
+      state.first = larger(state.first, static_cast<double>(fold_lanes<T>(most, combine)));
     }
     for (; i < count; ++i) {
       state.first = larger(state.first, static_cast<double>(static_cast<C>(x[i])));
@@ -105,13 +105,51 @@ struct CpuMax {
   template <class Rows>
   static void absorb_block(const Rows& x, int64_t rows, double* first, double*, double) {
     Values<T> most = x(0);
-    for (int64_t r = 1; r < rows; ++r) most = larger<Values<T>>(most, x(r));
+    for (int64_t r = 1; r < rows; ++r) most = combine(most, x(r));
     for (int k = 0; k < kLanes<T>; ++k) {
       first[k] = larger(first[k], static_cast<double>(most[k]));
     }
   }
   static void merge(CpuState& a, const CpuState& b) { a.first = larger(a.first, b.first); }
   static double result(const CpuState& state, const ReductionParams&) { return state.first; }
+};
+
+// How often the maximum occurs. NaN equals nothing: with NaN it is 0.
+template <class T>
+struct CpuMaxCount {
+  using C = CpuCompute<T>;
+  static constexpr bool kStreams = false;
+  static CpuState identity() { return CpuMax<T>::identity(); }
+  static void absorb_run(const T* x, int64_t count, CpuState& state) {
+    CpuState block = identity();
+    CpuMax<T>::absorb_run(x, count, block);
+    const auto most = static_cast<C>(block.first);
+    block.second = run_total<T>(
+        count, [&](int64_t i) { return ones(load_lanes(x + i) == most); },
+        [&](int64_t i) { return static_cast<C>(x[i]) == most ? 1 : 0; });
+    merge(state, block);
+  }
+  template <class Rows>
+  static void absorb_block(const Rows& x, int64_t rows, double* first, double* second, double) {
+    Values<T> most = x(0), times{};
+    for (int64_t r = 1; r < rows; ++r) most = CpuMax<T>::combine(most, x(r));
+    for (int64_t r = 0; r < rows; ++r) times += ones(x(r) == most);
+    for (int k = 0; k < kLanes<T>; ++k) {
+      CpuState state{first[k], second[k], 0};
+      merge(state, {static_cast<double>(most[k]), static_cast<double>(times[k]), 0});
+      first[k] = state.first;
+      second[k] = state.second;
+    }
+  }
+  static void merge(CpuState& a, const CpuState& b) {
+    const double most = larger(a.first, b.first);
+    a.second = (a.first == most ? a.second : 0) + (b.first == most ? b.second : 0);
+    a.first = most;
+  }
+  static double result(const CpuState& state, const ReductionParams&) { return state.second; }
+
+ private:
+  static Values<T> ones(Mask<T> mask) { return mask ? Values<T>{} + 1 : Values<T>{}; }
 };
 
 template <class T>

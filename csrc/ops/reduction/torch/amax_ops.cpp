@@ -69,7 +69,7 @@ struct AmaxBackward {  // saved: input, output
     const Tensor grad = restore_dims(grads[0], a.mask, a.keepdim, input.dim());
     if (takes_gradient_kernel(input, a.mask, grad)) {
       const Tensor value = restore_dims(saved[1], a.mask, a.keepdim, input.dim());
-      const Tensor count = count_equal(input, a.mask, value);
+      const Tensor count = count_maxima(input, a.mask, value);
       const Tensor wide = grad.to(accumulator_of(input));
       return {reduction_gradient(ReductionGradient::kMaximum, input, a.mask, value, wide / count,
                                  wide * 0 / count)};
