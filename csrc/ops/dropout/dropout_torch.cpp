@@ -4,9 +4,10 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
+#include <optional>
 #include <tuple>
 
-#include "ops/dropout/dropout.h"
+#include "ops/dropout/dropout_channels_last.h"
 #include "torch/autograd.h"
 #include "torch/check_argument.h"
 #include "torch/dispatch.h"
@@ -51,6 +52,12 @@ void check_backward(const Tensor& grad_output, const Tensor& philox_state, doubl
   check_contiguous(philox_state, "dropout_backward: philox_state");
 }
 
+void check_backward_kernel(const Tensor& grad_output, const Tensor& philox_state, double p) {
+  check_backward(grad_output, philox_state, p);
+  check_has_storage(grad_output, "dropout_backward: grad_output");
+  check_has_storage(philox_state, "dropout_backward: philox_state");
+}
+
 Tensor empty_state(const Tensor& input) { return at::empty({2}, input.options().dtype(at::kLong)); }
 
 // ---- CPU and CUDA ----
@@ -68,12 +75,24 @@ Tensor in_row_major(const Tensor& input, const Tensor& state, double p, Run&& ru
   return direct ? output : output.copy_(target);
 }
 
-template <class Run>
-Tensor backward_with(const Tensor& grad_output, const Tensor& philox_state, double p, Run&& run) {
-  check_backward(grad_output, philox_state, p);
-  check_has_storage(grad_output, "dropout_backward: grad_output");
-  check_has_storage(philox_state, "dropout_backward: philox_state");
-  return in_row_major(grad_output, philox_state, p, run);
+// Of a contiguous tensor in channels_last or channels_last_3d.
+std::optional<ChannelsLast> channels_last_of(const Tensor& t) {
+  if (!t.is_contiguous(at::MemoryFormat::ChannelsLast) &&
+      !t.is_contiguous(at::MemoryFormat::ChannelsLast3d)) {
+    return std::nullopt;
+  }
+  return ChannelsLast{t.size(0), t.size(1), t.numel() / (t.size(0) * t.size(1))};
+}
+
+Tensor run_cpu(const Tensor& input, const Tensor& state, double p) {
+  const auto layout =
+      input.numel() == 0 || input.is_contiguous() ? std::nullopt : channels_last_of(input);
+  if (!layout) return in_row_major(input, state, p, dropout_cpu);
+  Tensor output = at::empty_like(input);
+  dropout_channels_last_cpu({dtype_of(input), input.numel(), p, input.const_data_ptr(),
+                             output.mutable_data_ptr(), state.mutable_data_ptr<int64_t>()},
+                            *layout);
+  return output;
 }
 
 TensorPair dropout_cpu_kernel(const Tensor& input, double p) {
@@ -81,12 +100,13 @@ TensorPair dropout_cpu_kernel(const Tensor& input, double p) {
   check_has_storage(input, "dropout: input");
   const Tensor state = empty_state(input);
   draw_cpu_state(state);
-  return {in_row_major(input, state, p, dropout_cpu), state};
+  return {run_cpu(input, state, p), state};
 }
 
 Tensor dropout_backward_cpu_kernel(const Tensor& grad_output, const Tensor& philox_state,
                                    double p) {
-  return backward_with(grad_output, philox_state, p, dropout_cpu);
+  check_backward_kernel(grad_output, philox_state, p);
+  return run_cpu(grad_output, philox_state, p);
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -108,7 +128,8 @@ TensorPair dropout_cuda_kernel(const Tensor& input, double p) {
 Tensor dropout_backward_cuda_kernel(const Tensor& grad_output, const Tensor& philox_state,
                                     double p) {
   const CudaCall call(grad_output);
-  return backward_with(grad_output, philox_state, p, [&](const DropoutParams& params) {
+  check_backward_kernel(grad_output, philox_state, p);
+  return in_row_major(grad_output, philox_state, p, [&](const DropoutParams& params) {
     launch_dropout_backward(params, choose_dropout(params), call.stream);
   });
 }

@@ -1,11 +1,13 @@
-// The backward's CPU loops. With many channels, a pixel gathers from the windows that cover it. A
-// single channel scatters into a plane that stays in cache.
+// The backward's CPU loops. Usual windows have backward_stride_2.h. Of the others, with many
+// channels a pixel gathers from the windows that cover it, and a single channel scatters into a
+// plane that stays in cache.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
-#include "ops/max_pool2d/cpu/forward.h"
+#include "common/ceil_div.h"
+#include "ops/max_pool2d/cpu/backward_stride_2.h"
 
 namespace warpwright {
 
@@ -50,23 +52,42 @@ class PoolBackward {
         grad_input_(static_cast<T*>(p.grad_input)) {}
 
   void run() const {
+    if constexpr (std::is_same_v<Code, SmallCode>) {
+      const bool done = for_stride_2(g_, [&]<int kKernel, int kPad>() {
+        run_stride_2(BackwardStride2<T, kKernel, kPad>(g_, grad_output_, codes_, grad_input_));
+      });
+      if (done) return;
+    }
     if (g_.channels > 1) return gather_channels();
-    const bool pairs = tiles_in_pairs(g_);
-    const int64_t plane = g_.height * g_.width;
-    at::parallel_for(0, g_.images, grain(plane), [&](int64_t begin, int64_t end) {
-      if (pairs) {
-        for (int64_t image = begin; image < end; ++image) {
-          spread_pairs(image, end);
-          finish_.plane(image, plane);
-        }
-      } else {
-        scatter_images(begin, end);
-      }
-    });
+    at::parallel_for(0, g_.images, grain(g_.height * g_.width),
+                     [&](int64_t begin, int64_t end) { scatter_images(begin, end); });
   }
 
  private:
   using Compute = CpuCompute<T>;
+
+  template <class Backward>
+  void run_stride_2(const Backward& backward) const {
+    if (g_.channels == 1) {
+      const int64_t plane = g_.height * g_.width;
+      at::parallel_for(0, g_.images, grain(plane), [&](int64_t begin, int64_t end) {
+        for (int64_t image = begin; image < end; ++image) {
+          backward.plane(image, end);
+          finish_.plane(image, plane);
+        }
+      });
+      return;
+    }
+    const int64_t row = g_.width * g_.channels, pairs = ceil_div(g_.height, int64_t{2});
+    at::parallel_for(0, g_.images * pairs, grain(8 * row), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t image = i / pairs, h = i % pairs * 2;
+        backward.channels(image, h / 2);
+        finish_.rows((image * g_.height + h) * row,
+                     (image * g_.height + std::min(h + 2, g_.height)) * row);
+      }
+    });
+  }
 
   void gather_channels() const {
     const ReachTable down(g_.height, g_.out_height, g_.kernel_h, g_.stride_h, g_.pad_h,
@@ -208,43 +229,6 @@ class PoolBackward {
       if (place < 0) continue;
       sum[origin + q * g_.stride_w + place] += static_cast<Compute>(grad_output_[offset + q]);
     }
-  }
-
-  // One channel, 2 x 2 windows: each output row gives two input rows. Vectors extend into the
-  // following rows, which are written later. The upper row is therefore finished before the lower
-  // one.
-  void spread_pairs(int64_t image, int64_t end_image) const {
-    const int64_t plane = g_.height * g_.width;
-    T* end = grad_input_ + end_image * plane;
-    const int64_t out_end = g_.images * g_.out_height * g_.out_width;
-    for (int64_t p = 0; p < g_.out_height; ++p) {
-      const int64_t out_row = (image * g_.out_height + p) * g_.out_width;
-      for (int64_t r = 0; r < 2; ++r) {
-        T* row = grad_input_ + image * plane + (2 * p + r) * g_.width;
-        for (int64_t q = 0; q < g_.out_width;) {
-          const int64_t offset = out_row + q;
-          if (row + 2 * (q + kLanes<T>) <= end && offset + kLanes<T> <= out_end) {
-            const Mask<T> code = load_code_lanes<T>(codes_ + offset);
-            const Values<T> grad = load_lanes(grad_output_ + offset);
-            const Values<T> zero{};
-            // 0 + x, as a sum would: it makes -0.0 a +0.0.
-            store_even_odd<T>(row + 2 * q, (code == code_lanes<T>(2 * r)) ? grad + zero : zero,
-                              (code == code_lanes<T>(2 * r + 1)) ? grad + zero : zero);
-            q += kLanes<T>;
-          } else {
-            for (int64_t s = 0; s < 2; ++s) {
-              const bool won = codes_[offset] == static_cast<Code>(2 * r + s);
-              row[2 * q + s] =
-                  static_cast<T>(Compute(0) + (won ? Compute(grad_output_[offset]) : Compute(0)));
-            }
-            ++q;
-          }
-        }
-        std::fill(row + 2 * g_.out_width, row + g_.width, T(0));
-      }
-    }
-    std::fill(grad_input_ + image * plane + 2 * g_.out_height * g_.width,
-              grad_input_ + (image + 1) * plane, T(0));
   }
 
   MaxPool2dGeometry g_;

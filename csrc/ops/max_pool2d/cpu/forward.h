@@ -91,8 +91,9 @@ struct LaneMax {
 
   explicit LaneMax(const PoolStart<T>& start)
       : best(Lanes{} + start.best), code(code_lanes<T>(start.code)) {}
-  void update(Lanes x, Lanes from, Mask<T> tap) {
-    const Mask<T> take = (x > best) | (x != x);
+  void update(Lanes x, Lanes from, Mask<T> tap) { update_where(~Mask<T>{}, x, from, tap); }
+  void update_where(Mask<T> lanes, Lanes x, Lanes from, Mask<T> tap) {
+    const Mask<T> take = ((x > best) | (x != x)) & lanes;
     best = take ? x : best;
     code = take ? tap : code;
     source = take ? from : source;
@@ -108,13 +109,19 @@ struct ScalarMax {
 
   explicit ScalarMax(const PoolStart<T>& start) : best(start.best), code(start.code) {}
   void update(Lanes x, Lanes from, int64_t tap) {
-    if (x > best || x != x) {
-      best = x;
-      code = tap;
-      source = from;
-    }
+    const bool take = (x > best) | (x != x);
+    best = take ? x : best;
+    code = take ? tap : code;
+    source = take ? from : source;
   }
 };
+
+template <class T>
+Mask<T> lane_numbers() {
+  Mask<T> numbers{};
+  for (int i = 0; i < kLanes<T>; ++i) numbers[i] = i;
+  return numbers;
+}
 
 // Taps whose values are the elements. Each function returns what turns elements into values: those
 // of channels [channel, channel + kLanes), or of one channel.
@@ -153,7 +160,7 @@ class PoolForward {
         if (pairs) {
           row_of_pairs(row, end);
         } else if (g_.channels == 1) {
-          row_of_one_channel(row);
+          row_of_one_channel(row, end);
         } else {
           row_of_channels(row);
         }
@@ -263,30 +270,75 @@ class PoolForward {
     }
   }
 
-  void row_of_one_channel(int64_t row) const {
-    const int64_t plane = row / g_.out_height;
+  // Every stride-th element of the kLanes<T> * stride from `x` on.
+  static Values<T> load_strided(const T* x, int64_t stride) {
+    if (stride == 1) return load_lanes(x);
+    if (stride == 2) return load_even_odd(x).even;
+    Values<T> result;
+    for (int i = 0; i < kLanes<T>; ++i) {
+      result[i] = static_cast<typename LanesOf<T>::Compute>(x[i * stride]);
+    }
+    return result;
+  }
+
+  // kLanes<T> windows of a row that may extend over the image's sides. `w`: of the first one.
+  template <class Value>
+  LaneMaxT windows_at_sides(const TapSpan& h, const TapSpan& w, const T* at_origin,
+                            const Value& value) const {
+    const Mask<T> first_taps =
+        code_lanes<T>(w.begin) + lane_numbers<T>() * code_lanes<T>(g_.stride_w);
+    auto are_inside = [&](int64_t s) {
+      const Mask<T> column = first_taps + code_lanes<T>(s * g_.dilation_w);
+      return Mask<T>((column >= 0) & (column < code_lanes<T>(g_.width)));
+    };
+    LaneMaxT max({lowest<T>(), -1});
+    for (int64_t s = g_.kernel_w - 1; s >= 0; --s) {  // down to the first tap inside
+      const Mask<T> inside = are_inside(s);
+      max.code = inside ? code_lanes<T>(h.first * g_.kernel_w + s) : max.code;
+      if constexpr (Taps::kWinners) {
+        const T* x = tap_row(h, h.first, at_origin) + tap_column(w, s);
+        max.source = inside ? load_strided(x, g_.stride_w) : max.source;
+      }
+    }
+    if (relu_) {
+      max.best = max.code >= 0 ? Values<T>{} : max.best;
+      max.code = code_lanes<T>(-1);
+    }
+    for (int64_t r = h.first; r < h.end; ++r) {
+      const T* row = tap_row(h, r, at_origin);
+      for (int64_t s = 0; s < g_.kernel_w; ++s) {
+        const Values<T> x = load_strided(row + tap_column(w, s), g_.stride_w);
+        max.update_where(are_inside(s), value(x), x, code_lanes<T>(r * g_.kernel_w + s));
+      }
+    }
+    return max;
+  }
+
+  // The last vector of a row extends into the next rows, which this thread writes afterwards.
+  void row_of_one_channel(int64_t row, int64_t end_row) const {
+    const int64_t plane = row / g_.out_height, stride = g_.stride_w;
     const T* image = input_ + plane * g_.height * g_.width;
     const TapSpan h = rows_of(row % g_.out_height);
     const auto value = taps_.one_channel(plane);
-    const int64_t stride = g_.stride_w;
-    auto load = [stride](const T* x) {
-      Values<T> result;
-      for (int i = 0; i < kLanes<T>; ++i) {
-        result[i] = static_cast<typename LanesOf<T>::Compute>(x[i * stride]);
-      }
-      return result;
-    };
-    const int64_t reach = (g_.kernel_w - 1) * g_.dilation_w;
+    auto load = [stride](const T* x) { return load_strided(x, stride); };
+    // The columns that kLanes<T> windows read. Their numbers must fit the lanes of a mask.
+    const int64_t span = (g_.kernel_w - 1) * g_.dilation_w + kLanes<T> * stride;
+    const bool has_lanes = h.first < h.end && span + g_.width <= INT32_MAX;
+    const int64_t origin = plane * g_.height + h.begin;
+    const int64_t first = (origin + h.first * g_.dilation_h) * g_.width;
+    const int64_t last = (origin + (h.end - 1) * g_.dilation_h) * g_.width;
     for (int64_t q = 0; q < g_.out_width;) {
       const TapSpan w = columns_of(q);
-      const int64_t last = q + kLanes<T> - 1;
-      const bool whole =
-          w.begin >= 0 && last < g_.out_width && last * stride - g_.pad_w + reach < g_.width;
-      if (whole) {
-        store(row * g_.out_width + q, window<LaneMaxT>(h, w, image, load, value));
+      const int64_t offset = row * g_.out_width + q;
+      if (has_lanes && offset + kLanes<T> <= end_row * g_.out_width && first + w.begin >= 0 &&
+          last + w.begin + span <= g_.images * g_.height * g_.width) {
+        const bool whole =
+            w.begin >= 0 && q + kLanes<T> <= g_.out_width && w.begin + span <= g_.width;
+        store(offset, whole ? window<LaneMaxT>(h, w, image, load, value)
+                            : windows_at_sides(h, w, image, value));
         q += kLanes<T>;
       } else {
-        store(row * g_.out_width + q, window<ScalarMaxT>(h, w, image, scalar_of, value));
+        store(offset, window<ScalarMaxT>(h, w, image, scalar_of, value));
         ++q;
       }
     }
