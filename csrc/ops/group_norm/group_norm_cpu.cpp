@@ -1,11 +1,12 @@
 // The CPU kernels. Planes: a thread takes whole groups, which stay in cache between the moments and
-// the result. Rows (channels innermost): chunks of an image's rows sum per channel first. The
-// chunks do not depend on the number of threads, so neither do the bits.
+// the result. Rows (channels innermost): chunks of an image's rows sum per channel first. An image
+// of one chunk stays in cache, too. The chunks do not depend on the number of threads, so neither
+// do the bits.
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "common/ceil_div.h"
+#include "cpu/matrix_rows.h"
 #include "cpu/row_sums.h"
 #include "ops/group_norm/group_norm.h"
 
@@ -13,7 +14,6 @@ namespace warpwright {
 namespace {
 
 constexpr int64_t kMostChunks = 32;  // of an image's rows
-constexpr int64_t kNearRows = 64;    // summed in the compute type, then in double
 
 // The channels' numbers in the compute type; `absent` if there is no vector.
 template <class C>
@@ -114,9 +114,10 @@ struct GroupMeans {
   template <class C>
   GroupMeans(const GroupNormShape& p, const ChannelSums& sums, const std::vector<C>& weight,
              int64_t group) {
+    const int64_t first = group % p.groups * p.group_channels();
     for (int64_t c = 0; c < p.group_channels(); ++c) {
       const auto plane = static_cast<size_t>(group * p.group_channels() + c);
-      const auto factor = static_cast<double>(weight[plane % static_cast<size_t>(p.channels)]);
+      const auto factor = static_cast<double>(weight[static_cast<size_t>(first + c)]);
       slope += factor * sums.by_weight[plane];
       shift += factor * sums.by_bias[plane];
     }
@@ -183,39 +184,59 @@ void for_chunks(const GroupNormShape& p, F&& f) {
   });
 }
 
-// Two sums per channel over rows: in the compute type over a few, then in double.
-// term<Access>(row, channel, terms).
-template <class T, class F>
-void sum_rows(int64_t channels, int64_t first, int64_t last, double* totals, F&& term) {
-  using Compute = CpuCompute<T>;
-  std::vector<Compute> near(static_cast<size_t>(2 * channels));
-  for (int64_t row = first; row < last;) {
-    const int64_t stop = std::min(last, row + kNearRows);
-    std::fill(near.begin(), near.end(), Compute(0));
-    for (; row < stop; ++row) {
-      for_accesses<T>(channels, [&]<class Access>(int64_t c) {
-        typename Access::V terms[2];
-        term.template operator()<Access>(row, c, terms);
-        for (int s = 0; s < 2; ++s) {
-          Compute* target = near.data() + s * channels + c;
-          const auto sum = Access::load_compute(target) + terms[s];
-          std::memcpy(target, &sum, sizeof(sum));
-        }
-      });
-    }
-    for (size_t i = 0; i < near.size(); ++i) totals[i] += static_cast<double>(near[i]);
+// The three steps of rows: sum(image, chunk, first row, last row), merge(image), and write(image,
+// first row, last row). An image of one chunk takes all of them while it is in cache.
+template <class Sum, class Merge, class Write>
+void in_steps(const GroupNormShape& p, Sum&& sum, Merge&& merge, Write&& write) {
+  if (chunks_of(p) == 1) {
+    return for_chunks(p, [&](int64_t n, int64_t chunk, int64_t first, int64_t last) {
+      sum(n, chunk, first, last);
+      merge(n);
+      write(n, first, last);
+    });
   }
+  for_chunks(p, sum);
+  for (int64_t n = 0; n < p.batch; ++n) merge(n);
+  for_chunks(p, [&](int64_t n, int64_t, int64_t first, int64_t last) { write(n, first, last); });
 }
 
-// A number per channel of one image, from one per group.
-template <class C>
-std::vector<C> of_channels(const GroupNormShape& p, const void* per_group, int64_t n) {
+// A number per channel of one image, from one per group of the batch.
+template <class C, class Source>
+std::vector<C> of_channels(const GroupNormShape& p, int64_t n, const Source* per_group) {
   std::vector<C> values(static_cast<size_t>(p.channels));
-  for (int64_t c = 0; c < p.channels; ++c) {
-    values[static_cast<size_t>(c)] =
-        static_cast<const C*>(per_group)[n * p.groups + c / p.group_channels()];
+  for (int64_t group = 0; group < p.groups; ++group) {
+    std::fill_n(values.begin() + group * p.group_channels(), p.group_channels(),
+                static_cast<C>(per_group[n * p.groups + group]));
   }
   return values;
+}
+
+// The moments of channels [from, from + count) from their sums about a pilot, of each chunk.
+template <class T>
+Moments moments_of_chunks(const GroupNormParams& p, const double* sums, int64_t n, int64_t from) {
+  const int64_t chunks = chunks_of(p), channels = p.channels, end = from + p.group_channels();
+  // Calls f(rows of the chunk, their sums, their pilots).
+  auto for_each_chunk = [&](auto&& f) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const int64_t first = chunk * p.spatial / chunks, last = (chunk + 1) * p.spatial / chunks;
+      f(static_cast<double>(last - first), sums + 2 * chunk * channels,
+        static_cast<const T*>(p.input) + (n * p.spatial + first) * channels);
+    }
+  };
+  Moments moments{static_cast<double>(p.group_size())};
+  for_each_chunk([&](double rows, const double* sum, const T* pilot) {
+    for (int64_t c = from; c < end; ++c)
+      moments.mean += rows * static_cast<double>(pilot[c]) + sum[c];
+  });
+  moments.mean /= moments.count;
+  for_each_chunk([&](double rows, const double* sum, const T* pilot) {
+    for (int64_t c = from; c < end; ++c) {
+      const double shift = sum[c] / rows, square = sum[channels + c] - shift * sum[c];
+      const double distance = static_cast<double>(pilot[c]) + shift - moments.mean;
+      moments.squares += (square < 0 ? 0 : square) + rows * distance * distance;  // NaN stays
+    }
+  });
+  return moments;
 }
 
 template <class T>
@@ -223,51 +244,49 @@ void forward_rows(const GroupNormParams& p) {
   using Compute = CpuCompute<T>;
   const int64_t chunks = chunks_of(p), channels = p.channels;
   const T* input = static_cast<const T*>(p.input);
-  std::vector<double> sums(static_cast<size_t>(2 * p.batch * chunks * channels));
-  // Relative to the chunk's first row.
-  for_chunks(p, [&](int64_t n, int64_t chunk, int64_t first, int64_t last) {
-    const T* pilot = input + first * channels;
-    sum_rows<T>(channels, first, last, sums.data() + 2 * (n * chunks + chunk) * channels,
-                [&]<class Access>(int64_t row, int64_t c, auto& terms) {
-                  terms[0] = Access::load(input + row * channels + c) - Access::load(pilot + c);
-                  terms[1] = terms[0] * terms[0];
-                });
-  });
-  for (int64_t group = 0; group < p.batch * p.groups; ++group) {
-    const int64_t n = group / p.groups, from = group % p.groups * p.group_channels();
-    Moments moments;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      const int64_t first = chunk * p.spatial / chunks, last = (chunk + 1) * p.spatial / chunks;
-      const auto count = static_cast<double>(last - first);
-      const double* found = sums.data() + 2 * (n * chunks + chunk) * channels;
-      const T* pilot = input + (n * p.spatial + first) * channels;
-      for (int64_t c = from; c < from + p.group_channels(); ++c) {
-        const double shift = found[c] / count;
-        const double squares = std::max(0.0, found[channels + c] - count * shift * shift);
-        // NaN must stay: std::max above returns its first argument for it.
-        const bool is_nan = found[channels + c] != found[channels + c];
-        moments.merge(
-            {count, static_cast<double>(pilot[c]) + shift, is_nan ? found[channels + c] : squares});
-      }
-    }
-    save_statistics<T>(p, group, moments);
-  }
+  const auto *means = static_cast<const Compute*>(p.mean),
+             *rstds = static_cast<const Compute*>(p.rstd);
   const auto weight = channel_values<Compute>(p.weight, channels, 1),
              bias = channel_values<Compute>(p.bias, channels, 0);
-  for_chunks(p, [&](int64_t n, int64_t, int64_t first, int64_t last) {
-    const auto mean = of_channels<Compute>(p, p.mean, n);
-    auto factor = of_channels<Compute>(p, p.rstd, n);
-    for (size_t c = 0; c < factor.size(); ++c) factor[c] *= weight[c];
-    for (int64_t row = first; row < last; ++row) {
-      const int64_t at = row * channels;
-      for_accesses<T>(channels, [&]<class Access>(int64_t c) {
-        const auto value = (Access::load(input + at + c) - Access::load_compute(mean.data() + c)) *
-                               Access::load_compute(factor.data() + c) +
-                           Access::load_compute(bias.data() + c);
-        Access::store(static_cast<T*>(p.output) + at + c, value);
-      });
+  std::vector<double> sums(static_cast<size_t>(2 * p.batch * chunks * channels));
+  auto sums_of = [&](int64_t n, int64_t chunk) {
+    return sums.data() + 2 * (n * chunks + chunk) * channels;
+  };
+  auto sum = [&](int64_t n, int64_t chunk, int64_t first, int64_t last) {
+    double* total = sums_of(n, chunk);
+    const T* pilot = input + first * channels;
+    sum_columns<T, false, 2>(first, last, channels, {total, total + channels},
+                             [&]<class Access>(int64_t row, int64_t c, auto* terms) {
+                               const auto distance = Access::load(input + row * channels + c) -
+                                                     Access::load(pilot + c);
+                               terms[0] += distance;
+                               terms[1] += distance * distance;
+                             });
+  };
+  auto merge = [&](int64_t n) {
+    for (int64_t group = 0; group < p.groups; ++group) {
+      save_statistics<T>(p, n * p.groups + group,
+                         moments_of_chunks<T>(p, sums_of(n, 0), n, group * p.group_channels()));
     }
-  });
+  };
+  auto write = [&](int64_t n, int64_t first, int64_t last) {
+    const auto mean = of_channels<Compute>(p, n, means);
+    auto factor = of_channels<Compute>(p, n, rstds);
+    for (size_t c = 0; c < factor.size(); ++c) factor[c] *= weight[c];
+    for_row_groups<T, false>(
+        first, last, channels, [&]<class Access, int kRows>(int64_t row, int64_t c) {
+          const auto shift = Access::load_compute(mean.data() + c);
+          const auto scale = Access::load_compute(factor.data() + c);
+          const auto offset = Access::load_compute(bias.data() + c);
+          const int64_t at = row * channels + c, pitch = channels;
+          const T* x = input + at;
+          T* y = static_cast<T*>(p.output) + at;
+          for (int r = 0; r < kRows; ++r) {
+            Access::store(y + r * pitch, (Access::load(x + r * pitch) - shift) * scale + offset);
+          }
+        });
+  };
+  in_steps(p, sum, merge, write);
 }
 
 template <class T>
@@ -275,53 +294,64 @@ void backward_rows(const GroupNormBackwardParams& p, ChannelSums& sums) {
   using Compute = CpuCompute<T>;
   const int64_t chunks = chunks_of(p), channels = p.channels;
   const T *input = static_cast<const T*>(p.input), *grad = static_cast<const T*>(p.grad_output);
+  const auto *means = static_cast<const Compute*>(p.mean),
+             *rstds = static_cast<const Compute*>(p.rstd);
+  const auto weight = channel_values<Compute>(p.weight, channels, 1);
   std::vector<double> parts(static_cast<size_t>(2 * p.batch * chunks * channels));
-  for_chunks(p, [&](int64_t n, int64_t chunk, int64_t first, int64_t last) {
-    const auto mean = of_channels<Compute>(p, p.mean, n), rstd = of_channels<Compute>(p, p.rstd, n);
-    sum_rows<T>(channels, first, last, parts.data() + 2 * (n * chunks + chunk) * channels,
-                [&]<class Access>(int64_t row, int64_t c, auto& terms) {
-                  const int64_t at = row * channels + c;
-                  terms[1] = Access::load(grad + at);
-                  terms[0] = terms[1] *
-                             ((Access::load(input + at) - Access::load_compute(mean.data() + c)) *
-                              Access::load_compute(rstd.data() + c));
-                });
-  });
-  for (int64_t n = 0; n < p.batch; ++n) {
+  auto sum = [&](int64_t n, int64_t chunk, int64_t first, int64_t last) {
+    const auto mean = of_channels<Compute>(p, n, means);
+    double* total = parts.data() + 2 * (n * chunks + chunk) * channels;
+    sum_columns<T, false, 2>(
+        first, last, channels, {total, total + channels},
+        [&]<class Access>(int64_t row, int64_t c, auto* terms) {
+          const int64_t at = row * channels + c;
+          const auto dy = Access::load(grad + at);
+          terms[0] += dy * (Access::load(input + at) - Access::load_compute(mean.data() + c));
+          terms[1] += dy;
+        });
+  };
+  auto merge = [&](int64_t n) {
+    const auto rstd = of_channels<double>(p, n, rstds);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const double* found = parts.data() + 2 * (n * chunks + chunk) * channels;
       for (int64_t c = 0; c < channels; ++c) {
-        sums.by_weight[static_cast<size_t>(n * channels + c)] += found[c];
+        sums.by_weight[static_cast<size_t>(n * channels + c)] += found[c] * rstd[c];
         sums.by_bias[static_cast<size_t>(n * channels + c)] += found[channels + c];
       }
     }
-  }
-  if (p.grad_input == nullptr) return;
-  const auto weight = channel_values<Compute>(p.weight, channels, 1);
-  for_chunks(p, [&](int64_t n, int64_t, int64_t first, int64_t last) {
-    const auto mean = of_channels<Compute>(p, p.mean, n), rstd = of_channels<Compute>(p, p.rstd, n);
-    std::vector<Compute> slope(mean.size()), shift(mean.size());
+  };
+  // dx = dy * weight * rstd + ((x - mean) * slope + offset).
+  auto write = [&](int64_t n, int64_t first, int64_t last) {
+    if (p.grad_input == nullptr) return;
+    const auto mean = of_channels<Compute>(p, n, means);
+    auto factor = of_channels<Compute>(p, n, rstds);
+    for (size_t c = 0; c < factor.size(); ++c) factor[c] *= weight[c];
+    std::vector<Compute> slope(mean.size()), offset(mean.size());
     for (int64_t group = 0; group < p.groups; ++group) {
-      const GroupMeans means(p, sums, weight, n * p.groups + group);
-      for (int64_t c = 0; c < p.group_channels(); ++c) {
-        const auto channel = static_cast<size_t>(group * p.group_channels() + c);
-        slope[channel] = static_cast<Compute>(means.slope);
-        shift[channel] = static_cast<Compute>(means.shift);
-      }
+      const GroupMeans found(p, sums, weight, n * p.groups + group);
+      const double rstd = rstds[n * p.groups + group];
+      const int64_t from = group * p.group_channels();
+      std::fill_n(slope.begin() + from, p.group_channels(),
+                  static_cast<Compute>(-found.slope * rstd * rstd));
+      std::fill_n(offset.begin() + from, p.group_channels(),
+                  static_cast<Compute>(-found.shift * rstd));
     }
-    for (int64_t row = first; row < last; ++row) {
-      for_accesses<T>(channels, [&]<class Access>(int64_t c) {
-        const int64_t at = row * channels + c;
-        const auto factor = Access::load_compute(rstd.data() + c);
-        const auto xhat =
-            (Access::load(input + at) - Access::load_compute(mean.data() + c)) * factor;
-        const auto g = Access::load(grad + at) * Access::load_compute(weight.data() + c);
-        Access::store(static_cast<T*>(p.grad_input) + at,
-                      factor * (g - Access::load_compute(shift.data() + c) -
-                                xhat * Access::load_compute(slope.data() + c)));
-      });
-    }
-  });
+    for_row_groups<T, false>(
+        first, last, channels, [&]<class Access, int kRows>(int64_t row, int64_t c) {
+          const auto by_dy = Access::load_compute(factor.data() + c);
+          const auto center = Access::load_compute(mean.data() + c);
+          const auto by_x = Access::load_compute(slope.data() + c);
+          const auto summand = Access::load_compute(offset.data() + c);
+          const int64_t at = row * channels + c, pitch = channels;
+          const T *x = input + at, *dy = grad + at;
+          T* dx = static_cast<T*>(p.grad_input) + at;
+          for (int r = 0; r < kRows; ++r) {
+            const auto from_x = (Access::load(x + r * pitch) - center) * by_x + summand;
+            Access::store(dx + r * pitch, Access::load(dy + r * pitch) * by_dy + from_x);
+          }
+        });
+  };
+  in_steps(p, sum, merge, write);
 }
 
 void write_vector(const GroupNormVector& target, const GroupNormShape& p,

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "cpu/matrix_rows.h"
 #include "ops/batch_norm/cpu/activation.h"
 #include "ops/batch_norm/cpu/channels.h"
 
@@ -78,13 +79,18 @@ void finish_forward(const BatchNormParams& p, int64_t channel, Moments moments,
 }
 
 template <class Compute>
+double gradient_scale(const BatchNormBackwardParams& p, int64_t channel) {
+  return static_cast<const Compute*>(p.rstd)[channel] * read_channel(p.weight, channel, 1);
+}
+
+template <class Compute>
 void finish_backward(const BatchNormBackwardParams& p, int64_t channel, double sum, double product,
                      Coefficients<Compute>& c) {
   const double mean = static_cast<const Compute*>(p.mean)[channel];
   const double rstd = static_cast<const Compute*>(p.rstd)[channel];
   write_channel(p.grad_weight, channel, product * rstd);
   write_channel(p.grad_bias, channel, sum);
-  const double scale = rstd * read_channel(p.weight, channel, 1);
+  const double scale = gradient_scale<Compute>(p, channel);
   const double count = static_cast<double>(p.values());
   const double slope = p.training ? -scale * (product * rstd / count) * rstd : 0;
   c.scale[channel] = static_cast<Compute>(scale);
@@ -93,6 +99,20 @@ void finish_backward(const BatchNormBackwardParams& p, int64_t channel, double s
   c.offset[channel] = static_cast<Compute>(p.training ? -scale * (sum / count) : 0);
   write_coefficients<Compute>(p.coefficients, p.extents.channels, channel, c.mean[channel],
                               c.scale[channel], c.slope[channel], c.offset[channel]);
+}
+
+// Calls f with the addition and the activation: finish<Access>(normalised, element).
+template <class T, class F>
+void for_finish(const BatchNormParams& p, F&& f) {
+  const auto* residual = static_cast<const T*>(p.residual);
+  const NormActivation activation = p.activation;
+  if (residual == nullptr && activation == NormActivation::kNone) {
+    return f([]<class Access>(auto y, int64_t) { return y; });
+  }
+  f([=]<class Access>(auto y, int64_t at) {
+    if (residual != nullptr) y += Access::load(residual + at);
+    return activated(activation, y);
+  });
 }
 
 // ---- channels innermost ----
@@ -115,53 +135,19 @@ struct RowBlocks {
       for (int64_t block = first; block < last; ++block) f(block);
     });
   }
-};
-
-// kSums sums over rows for kGroup vectors of channels. `add(row, group, sums)` adds one vector's
-// terms. Runs of a few rows sum in W; the runs are added in double.
-template <class Access, int kGroup, int kSums, class Add>
-void sum_rows(int64_t begin, int64_t end, std::array<Stat*, kSums> result, Add&& add) {
-  constexpr int64_t kRunRows = 32;
-  for (Stat* sums : result) std::fill_n(sums, kGroup * Access::kCount, 0.0);
-  for (int64_t first = begin; first < end; first += kRunRows) {
-    typename Access::W run[kGroup][kSums] = {};
-    for (int64_t row = first; row < std::min(end, first + kRunRows); ++row) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kGroup; ++i) add(row, i, run[i]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < kGroup; ++i) {
-#pragma GCC unroll 2
-      for (int s = 0; s < kSums; ++s) Access::add_stat(result[s] + i * Access::kCount, run[i][s]);
-    }
-  }
-}
-
-// Calls f<Access, kRows>(row, channel) for vectors of channels in kRows neighbouring rows, which
-// share the channels' coefficients.
-template <class T, bool kDouble, class F>
-void for_row_runs(const RowBlocks& split, F&& f) {
-  auto rows_at = [&]<int kRows>(int64_t row) {
-    for_runs<T, kDouble>(split.channels, [&]<class Access, int kGroup>(int64_t c) {
-      for (int g = 0; g < kGroup; ++g) {
-        f.template operator()<Access, kRows>(row, c + g * Access::kCount);
-      }
+  // A second pass begins with the blocks that the first one left in cache.
+  template <class F>
+  void parallel_from_end(F&& f) const {
+    at::parallel_for(0, blocks, grain(rows_per_block * channels), [&](int64_t first, int64_t last) {
+      for (int64_t block = last; block-- > first;) f(block);
     });
-  };
-  split.parallel([&](int64_t block) {
-    constexpr int kRows = 4;
-    int64_t row = split.begin(block);
-    const int64_t end = split.end(block);
-    for (; row + kRows <= end; row += kRows) rows_at.template operator()<kRows>(row);
-    for (; row < end; ++row) rows_at.template operator()<1>(row);
-  });
-}
+  }
+};
 
 template <class T, bool kDouble>
 void forward_rows(const BatchNormParams& p) {
   using Compute = CpuCompute<T>;
   const auto* input = static_cast<const T*>(p.input);
-  const auto* residual = static_cast<const T*>(p.residual);
   auto* output = static_cast<T*>(p.output);
   const int64_t C = p.extents.channels;
   const RowBlocks split(p.extents, sizeof(T));
@@ -171,24 +157,22 @@ void forward_rows(const BatchNormParams& p) {
     deviations.resize(split.blocks * C);
     split.parallel([&](int64_t block) {
       const int64_t begin = split.begin(block), end = split.end(block);
-      for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
-        typename Access::W mean[kGroup];
-        Stat sums[kGroup * Access::kCount], squares[kGroup * Access::kCount];
-        sum_rows<Access, kGroup, 1>(begin, end, {sums}, [&](int64_t row, int i, auto* sum) {
-          sum[0] += Access::load_wide(input + row * C + c + i * Access::kCount);
-        });
-        for (Stat& sum : sums) sum /= static_cast<double>(end - begin);
-        for (int i = 0; i < kGroup; ++i) mean[i] = Access::load_stat(sums + i * Access::kCount);
-        sum_rows<Access, kGroup, 1>(begin, end, {squares}, [&](int64_t row, int i, auto* sum) {
-          const auto distance =
-              Access::load_wide(input + row * C + c + i * Access::kCount) - mean[i];
-          sum[0] += distance * distance;
-        });
-        // The distances are from the mean as rounded for the lanes.
-        for (int i = 0; i < kGroup; ++i) Access::store_stat(sums + i * Access::kCount, mean[i]);
-        std::copy(std::begin(sums), std::end(sums), &means[block * C + c]);
-        std::copy(std::begin(squares), std::end(squares), &deviations[block * C + c]);
-      });
+      Stat* mean = &means[block * C];
+      sum_columns<T, kDouble, 1>(begin, end, C, {mean},
+                                 [&]<class Access>(int64_t row, int64_t c, auto* sum) {
+                                   sum[0] += Access::load_wide(input + row * C + c);
+                                 });
+      // The distances are from the mean as rounded for the lanes.
+      using Rounded = std::conditional_t<kDouble, Stat, Compute>;
+      for (int64_t c = 0; c < C; ++c) {
+        mean[c] = static_cast<Rounded>(mean[c] / static_cast<double>(end - begin));
+      }
+      sum_columns<T, kDouble, 1>(begin, end, C, {&deviations[block * C]},
+                                 [&]<class Access>(int64_t row, int64_t c, auto* sum) {
+                                   const auto distance = Access::load_wide(input + row * C + c) -
+                                                         Access::load_stat(mean + c);
+                                   sum[0] += distance * distance;
+                                 });
     });
   }
   Coefficients<Compute> k(C);
@@ -206,15 +190,25 @@ void forward_rows(const BatchNormParams& p) {
     }
   });
   if (output == nullptr) return;
-  for_row_runs<T, kDouble>(split, [&]<class Access, int kRows>(int64_t row, int64_t c) {
-    const auto scale = Access::load_compute(&k.scale[c]), mean = Access::load_compute(&k.mean[c]);
-    const auto offset = Access::load_compute(&k.offset[c]);
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t at = (row + r) * C + c;
-      auto y = normalized(Access::load(input + at), mean, scale, offset);
-      if (residual != nullptr) y += Access::load(residual + at);
-      Access::store(output + at, activated(p.activation, y));
-    }
+  for_finish<T>(p, [&](auto finish) {
+    auto normalize = [&](int64_t block) {
+      for_row_groups<T, kDouble>(
+          split.begin(block), split.end(block), C,
+          [&]<class Access, int kRows>(int64_t row, int64_t c) {
+            const auto scale = Access::load_compute(&k.scale[c]);
+            const auto mean = Access::load_compute(&k.mean[c]);
+            const auto offset = Access::load_compute(&k.offset[c]);
+            const int64_t first = row * C + c, pitch = C;
+            const T* x = input + first;
+            T* target = output + first;
+            for (int r = 0; r < kRows; ++r) {
+              const auto y = normalized(Access::load(x + r * pitch), mean, scale, offset);
+              Access::store(target + r * pitch,
+                            finish.template operator()<Access>(y, first + r * pitch));
+            }
+          });
+    };
+    p.training ? split.parallel_from_end(normalize) : split.parallel(normalize);
   });
 }
 
@@ -233,24 +227,50 @@ void backward_rows(const BatchNormBackwardParams& p) {
   if (need_sums) {
     sums.resize(split.blocks * C);
     products.resize(split.blocks * C);
-    split.parallel([&](int64_t block) {
-      for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
-        typename Access::W mean[kGroup];
-        for (int i = 0; i < kGroup; ++i) {
-          mean[i] = Access::load_stat(&wide_means[c + i * Access::kCount]);
-        }
-        sum_rows<Access, kGroup, 2>(split.begin(block), split.end(block),
-                                    {&sums[block * C + c], &products[block * C + c]},
-                                    [&](int64_t row, int i, auto* sum) {
-                                      const int64_t at = row * C + c + i * Access::kCount;
-                                      const auto dy = Access::load_wide(grad_output + at);
-                                      sum[0] += dy;
-                                      sum[1] += dy * (Access::load_wide(input + at) - mean[i]);
-                                    });
-      });
-    });
   }
   Coefficients<Compute> k(C);
+  auto add_rows = [&](int64_t block, int64_t begin, int64_t end) {
+    sum_columns<T, kDouble, 2>(begin, end, C, {&sums[block * C], &products[block * C]},
+                               [&]<class Access>(int64_t row, int64_t c, auto* sum) {
+                                 const auto dy = Access::load_wide(grad_output + row * C + c);
+                                 sum[0] += dy;
+                                 sum[1] += dy * (Access::load_wide(input + row * C + c) -
+                                                 Access::load_stat(&wide_means[c]));
+                               });
+  };
+  auto differentiate = [&]<bool kTraining>(int64_t begin, int64_t end) {
+    for_row_groups<T, kDouble>(begin, end, C, [&]<class Access, int kRows>(int64_t row, int64_t c) {
+      const auto scale = Access::load_compute(&k.scale[c]);
+      const auto mean = Access::load_compute(&k.mean[c]);
+      const auto slope = Access::load_compute(&k.slope[c]);
+      const auto offset = Access::load_compute(&k.offset[c]);
+      const int64_t first = row * C + c, pitch = C;
+      const T *x = input + first, *dy = grad_output + first;
+      T* target = grad_input + first;
+      for (int r = 0; r < kRows; ++r) {
+        auto dx = Access::load(dy + r * pitch) * scale;
+        if constexpr (kTraining) {
+          dx += (Access::load(x + r * pitch) - mean) * slope + offset;
+        }
+        Access::store(target + r * pitch, dx);
+      }
+    });
+  };
+  // In evaluation the gradient needs no sums, so that one pass finds both.
+  const bool one_pass = !p.training && grad_input != nullptr;
+  if (one_pass) {
+    for (int64_t c = 0; c < C; ++c)
+      k.scale[c] = static_cast<Compute>(gradient_scale<Compute>(p, c));
+  }
+  if (need_sums || one_pass) {
+    split.parallel([&](int64_t block) {
+      for (int64_t begin = split.begin(block); begin < split.end(block); begin += kRunRows) {
+        const int64_t end = std::min(split.end(block), begin + kRunRows);
+        if (need_sums) add_rows(block, begin, end);
+        if (one_pass) differentiate.template operator()<false>(begin, end);
+      }
+    });
+  }
   at::parallel_for(0, C, grain(4 * split.blocks), [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       double sum = 0, product = 0;
@@ -263,18 +283,11 @@ void backward_rows(const BatchNormBackwardParams& p) {
       finish_backward(p, c, sum, product, k);
     }
   });
-  if (grad_input == nullptr) return;
-  for_row_runs<T, kDouble>(split, [&]<class Access, int kRows>(int64_t row, int64_t c) {
-    const auto scale = Access::load_compute(&k.scale[c]), mean = Access::load_compute(&k.mean[c]);
-    const auto slope = Access::load_compute(&k.slope[c]);
-    const auto offset = Access::load_compute(&k.offset[c]);
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t at = (row + r) * C + c;
-      auto dx = Access::load(grad_output + at) * scale;
-      if (p.training) dx += (Access::load(input + at) - mean) * slope + offset;
-      Access::store(grad_input + at, dx);
-    }
-  });
+  if (grad_input != nullptr && p.training) {
+    split.parallel_from_end([&](int64_t block) {
+      differentiate.template operator()<true>(split.begin(block), split.end(block));
+    });
+  }
 }
 
 // ---- planes: one thread finishes a channel, whose planes are in cache the second time ----
@@ -296,57 +309,70 @@ struct PlaneSum {
 constexpr int64_t kRunElements = 1024;
 
 template <class T>
+Moments moments_of_planes(const BatchNormParams& p, int64_t channel) {
+  const BatchNormExtents& e = p.extents;
+  const int64_t S = e.spatial;
+  std::vector<double> means(e.batch), deviations(e.batch);
+  for (int64_t n = 0; n < e.batch; ++n) {
+    const T* plane = static_cast<const T*>(p.input) + (n * e.channels + channel) * S;
+    PlaneSum<T, true> sum, square;
+    for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
+      for (int g = 0; g < kGroup; ++g) {
+        sum.add(g, Access::load_wide(plane + i + g * Access::kCount));
+      }
+    });
+    const Stat mean = sum.total() / static_cast<Stat>(S);
+    for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
+      for (int g = 0; g < kGroup; ++g) {
+        const auto distance = Access::load_wide(plane + i + g * Access::kCount) - mean;
+        square.add(g, distance * distance);
+      }
+    });
+    means[n] = mean;
+    deviations[n] = square.total();
+  }
+  return merge_blocks(
+      e.batch, static_cast<double>(e.count()), [&](int64_t) { return static_cast<double>(S); },
+      [&](int64_t n) { return means[n]; }, [&](int64_t n) { return deviations[n]; });
+}
+
+template <class T>
 void forward_planes(const BatchNormParams& p) {
   using Compute = CpuCompute<T>;
   const BatchNormExtents& e = p.extents;
   const int64_t C = e.channels, S = e.spatial;
   Coefficients<Compute> k(C);
-  at::parallel_for(0, C, grain(e.count()), [&](int64_t first, int64_t last) {
-    std::vector<double> means(e.batch), deviations(e.batch);
-    for (int64_t c = first; c < last; ++c) {
-      Moments moments{};
-      if (p.training) {
-        for (int64_t n = 0; n < e.batch; ++n) {
-          const T* plane = static_cast<const T*>(p.input) + (n * C + c) * S;
-          PlaneSum<T, true> sum, square;
-          for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
-            for (int g = 0; g < kGroup; ++g) {
-              sum.add(g, Access::load_wide(plane + i + g * Access::kCount));
-            }
-          });
-          const Stat mean = sum.total() / static_cast<Stat>(S);
-          for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
-            for (int g = 0; g < kGroup; ++g) {
-              const auto distance = Access::load_wide(plane + i + g * Access::kCount) - mean;
-              square.add(g, distance * distance);
-            }
-          });
-          means[n] = mean;
-          deviations[n] = square.total();
-        }
-        moments = merge_blocks(
-            e.batch, static_cast<double>(e.count()),
-            [&](int64_t) { return static_cast<double>(S); }, [&](int64_t n) { return means[n]; },
-            [&](int64_t n) { return deviations[n]; });
-      }
-      finish_forward(p, c, moments, k);
-      if (p.output == nullptr) continue;
+  for_finish<T>(p, [&](auto finish) {
+    auto normalize = [&](int64_t plane) {
+      const int64_t c = plane % C;
       const Compute scale = k.scale[c], offset = k.offset[c], mean = k.mean[c];
-      for (int64_t n = 0; n < e.batch; ++n) {
-        const T* plane = static_cast<const T*>(p.input) + (n * C + c) * S;
-        const T* residual = static_cast<const T*>(p.residual);
-        if (residual != nullptr) residual += (n * C + c) * S;
-        T* target = static_cast<T*>(p.output) + (n * C + c) * S;
-        for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
-          for (int g = 0; g < kGroup; ++g) {
-            const int64_t at = i + g * Access::kCount;
-            auto y = normalized(Access::load(plane + at), mean, scale, offset);
-            if (residual != nullptr) y += Access::load(residual + at);
-            Access::store(target + at, activated(p.activation, y));
-          }
-        });
-      }
+      const T* x = static_cast<const T*>(p.input);
+      T* target = static_cast<T*>(p.output);
+      for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
+        for (int g = 0; g < kGroup; ++g) {
+          const int64_t at = plane * S + i + g * Access::kCount;
+          const auto y = normalized(Access::load(x + at), mean, scale, offset);
+          Access::store(target + at, finish.template operator()<Access>(y, at));
+        }
+      });
+    };
+    if (p.training) {
+      at::parallel_for(0, C, grain(e.count()), [&](int64_t first, int64_t last) {
+        for (int64_t c = first; c < last; ++c) {
+          finish_forward(p, c, moments_of_planes<T>(p, c), k);
+          if (p.output == nullptr) continue;
+          for (int64_t n = 0; n < e.batch; ++n) normalize(n * C + c);
+        }
+      });
+      return;
     }
+    at::parallel_for(0, C, grain(32), [&](int64_t first, int64_t last) {
+      for (int64_t c = first; c < last; ++c) finish_forward(p, c, Moments{}, k);
+    });
+    if (p.output == nullptr) return;
+    at::parallel_for(0, e.batch * C, grain(S), [&](int64_t first, int64_t last) {  // as in memory
+      for (int64_t plane = first; plane < last; ++plane) normalize(plane);
+    });
   });
 }
 
