@@ -1,6 +1,8 @@
 // activation and activation_backward on every dispatch key.
+#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/gelu.h>
 #include <ATen/ops/sigmoid.h>
 
 #include <iterator>
@@ -88,7 +90,18 @@ Tensor activation_backward_with(const Tensor& grad_output, const Tensor& kept,
   return grad_input;
 }
 
+// ATen calls oneDNN for gelu of contiguous tensors: half of our time per element, after 8 us.
+bool onednn_is_faster(const Tensor& input, std::string_view activation) {
+  constexpr int64_t kLeastElements = 16384;
+  return activation == "gelu" && input.scalar_type() == at::kFloat && input.is_contiguous() &&
+         input.numel() >= kLeastElements && at::globalContext().userEnabledMkldnn();
+}
+
 Tensor activation_cpu_kernel(const Tensor& input, std::string_view activation) {
+  if (onednn_is_faster(input, activation)) {
+    check_has_storage(input, "activation: input");
+    return at::gelu(input);
+  }
   return activation_with(input, activation, activation_cpu);
 }
 

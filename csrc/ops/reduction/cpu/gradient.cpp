@@ -13,13 +13,22 @@ struct Numbers {
   V value, scale, other;
 };
 
+// The exponential of one element is that of a lane, so a bit does not depend on where a thread's
+// part of the elements ends.
+template <class T, class V>
+V power_of(V x) {
+  if constexpr (std::is_same_v<V, Values<T>>) {
+    return CpuLogSumExp<T>::power(x);
+  } else {
+    return CpuLogSumExp<T>::power(Values<T>{} + x)[0];
+  }
+}
+
 template <class T, ReductionGradient kKind, class V>
 V gradient_of(V x, const Numbers<V>& numbers) {
   const auto& [value, scale, other] = numbers;
   if constexpr (kKind == ReductionGradient::kMaximum) return x == value ? scale : other;
-  if constexpr (kKind == ReductionGradient::kExponential) {
-    return scale * CpuLogSumExp<T>::power(x - value);
-  }
+  if constexpr (kKind == ReductionGradient::kExponential) return scale * power_of<T>(x - value);
   return scale * (x - value);
 }
 
