@@ -5,8 +5,8 @@
 // strip. Input rows enter the ring once, in this order. Steps and rows are counted from the CTA's
 // first on.
 //
-// A pixel has kSlots channels: its own, then the number one, then zeros. The weight of the one is the bias in
-// fprop; in wgrad it gives the bias' gradient.
+// A pixel has kSlots channels: its own, then the number one, then zeros. The weight of the one is
+// the bias in fprop; in wgrad it gives the bias' gradient.
 #pragma once
 
 #include "device/mma_sm80.cuh"
