@@ -1,8 +1,8 @@
 // Forward of an image network's first convolution (stem.h). D is transposed: its 64 rows are
 // filters, its columns the 128 outputs of a step. A is the weights, which stay in shared memory. B
 // is the image: column q of row r of the window starts 16 bytes after column q - 1, and k runs
-// through the row from there. Two consumer warpgroups take alternate steps. Each stores a step while
-// its next step's products run.
+// through the row from there. Two consumer warpgroups take alternate steps. Each stores a step
+// while its next step's products run.
 //
 // Floor: the bytes of y; wgmma takes about as long for 7x7 and 64 filters. Bound: the instructions
 // that pad pixels and store outputs.
@@ -196,8 +196,8 @@ __global__ void __launch_bounds__(kStemThreads, 1)
       const int consumer = warp / 4;
       int ready = 0;
       float acc[Fprop::kRegs];
-      // ptxas serialises products that are under way across a branch by warpgroup. So both have as
-      // many turns, and what is past the last step is that step again: the same bits.
+      // ptxas serialises products that are under way across a branch that differs by warpgroup. So
+      // both take the same number of turns. A turn past the last step repeats it, with equal bits.
       const int last = StemSegment(g, part).end - 1, turns = last / kStemConsumers + 1;
       StemStep now(g, part, min(consumer, last));
       auto start = [&](const StemStep& at) {
