@@ -78,7 +78,7 @@ __attribute__((always_inline)) inline Normal<float> normal(Vector<float> z) {
   const V one(1), half(0.5);
   const V a = at::vec::minimum(z.abs(), V(15));  // exp(-a^2 / 2) is 0 there already
   const V square = a * a, rounded_off = at::vec::fmsub(a, a, square);
-  const V exponential = exp_of(square * V(-0.5)) * (one - half * rounded_off);
+  const V exponential = exp_of</*kBounded=*/true>(square * V(-0.5)) * (one - half * rounded_off);
   const V center = at::vec::fmadd(z, polynomial(square, kCenter) + V(kFirst), half);
   const V u = one / (a + V(3));
   const V tail = exponential * (u * polynomial(u, kTail));
@@ -94,20 +94,21 @@ struct ValueAndSlope {
   Vector<Acc> value, slope;
 };
 
-// Calls f with a function of vectors of Acc: z -> ValueAndSlope.
+// Calls f with a function of vectors of Acc: z -> ValueAndSlope. It is inlined, so that nothing
+// computes the one that the caller does not use.
 template <class Acc, class F>
 void for_smooth_activation(Activation activation, F&& f) {
   using V = Vector<Acc>;
   const V one(1);
   if (activation == Activation::kGelu) {
     const V density(static_cast<Acc>(kOneOverRootTwoPi));
-    return f([=](V z) -> ValueAndSlope<Acc> {
+    return f([=](V z) __attribute__((always_inline))->ValueAndSlope<Acc> {
       const Normal<Acc> n = normal(z);
       return {z * n.cdf, n.cdf + z * density * n.exponential};
     });
   }
   const SigmoidPolynomial<Acc> argument(activation);
-  f([=](V z) -> ValueAndSlope<Acc> {
+  f([=](V z) __attribute__((always_inline))->ValueAndSlope<Acc> {
     const V e = argument.exp_of_minus(z), s = one / (one + e);
     const V rest = V::blendv(one - s, e * s, e <= one);  // 1 - s, without cancellation
     return {z / (one + e), s * (one + z * rest * argument.derivative(z))};

@@ -12,12 +12,10 @@ namespace warpwright {
 
 // exp(x) = 2^n exp(r), |r| <= ln(2) / 2, and exp(r) = 1 + r + r^2 q(r). q is the polynomial of
 // degree 4 with the least largest relative error of exp(r), 3.1e-9 (Remez' algorithm).
-__attribute__((always_inline)) inline Values<float> exp_lanes(Values<float> x) {
+// Of |x| <= 120, or NaN.
+__attribute__((always_inline)) inline Values<float> bounded_exp_lanes(Values<float> x) {
   using V = Values<float>;
   using Bits = Mask<float>;
-  constexpr float kLow = -104, kHigh = 89;  // exp is 0 and infinity there; comparisons keep NaN
-  x = x < kLow ? V{} + kLow : x;
-  x = x > kHigh ? V{} + kHigh : x;
   // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
   constexpr float kRound = 12582912.f, kLog2E = 1.44269504f;
   const V shifted = x * kLog2E + kRound;
@@ -42,14 +40,22 @@ __attribute__((always_inline)) inline Values<float> exp_lanes(Values<float> x) {
   return p * scale_low * scale_high;
 }
 
+__attribute__((always_inline)) inline Values<float> exp_lanes(Values<float> x) {
+  using V = Values<float>;
+  constexpr float kLow = -104, kHigh = 89;  // exp is 0 and infinity there; comparisons keep NaN
+  x = x < kLow ? V{} + kLow : x;
+  x = x > kHigh ? V{} + kHigh : x;
+  return bounded_exp_lanes(x);
+}
+
 // The same for ATen's vectors, whose own exp serves the other types.
-template <class C>
+template <bool kBounded = false, class C>
 __attribute__((always_inline)) inline at::vec::Vectorized<C> exp_of(
     const at::vec::Vectorized<C>& x) {
   if constexpr (std::is_same_v<C, float> && sizeof(x) == sizeof(Values<float>)) {
     Values<float> lanes;
     x.store(&lanes);
-    lanes = exp_lanes(lanes);
+    lanes = kBounded ? bounded_exp_lanes(lanes) : exp_lanes(lanes);
     return at::vec::Vectorized<C>::loadu(&lanes);
   } else {
     return x.exp();
