@@ -1,6 +1,7 @@
 """Compares a function of DTensors with the same function of whole tensors, on every rank."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 
@@ -57,6 +58,19 @@ def nodes(result):
             names.add(node)
             left += [following for following, _ in node.next_functions]
     return {node.name() for node in names}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts those of plain tensors. CommDebugMode would hand each layer a tensor of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        self.count += name.startswith("_c10d_functional::") and "wait" not in name
+        return function(*args, **(kwargs or {}))
 
 
 def compare(

@@ -69,37 +69,41 @@ def batch():
     return tokens[:, :-1], target
 
 
-def block_plan():
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+def styles(whose):
+    """(ColwiseParallel, RowwiseParallel) of torch, or of warpwright."""
+    from torch.distributed.tensor import parallel
 
-    columns = dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel())
-    return {**columns, **dict.fromkeys(("o", "down"), RowwiseParallel())}
+    module = parallel if whose == "torch" else warpwright.distributed
+    return module.ColwiseParallel, module.RowwiseParallel
 
 
-def sequence_plan():
+def block_plan(whose="torch"):
+    columns, rows = styles(whose)
+    plan = dict.fromkeys(("q", "k", "v", "gate", "up"), columns())
+    return {**plan, **dict.fromkeys(("o", "down"), rows())}
+
+
+def sequence_plan(whose="torch"):
     """The residual stream is cut over the sequence, as in torchtitan's plan."""
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+    from torch.distributed.tensor.parallel import SequenceParallel
 
-    columns = dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel(input_layouts=Shard(1)))
-    rows = dict.fromkeys(("o", "down"), RowwiseParallel(output_layouts=Shard(1)))
+    by_columns, by_rows = styles(whose)
+    columns = dict.fromkeys(("q", "k", "v", "gate", "up"), by_columns(input_layouts=Shard(1)))
+    rows = dict.fromkeys(("o", "down"), by_rows(output_layouts=Shard(1)))
     norms = {name: SequenceParallel(use_local_output=True) for name in ("norm", "norm2")}
     return {**columns, **rows, **norms}
 
 
-def parallel(model, mesh, sequence=False):
+def parallel(model, mesh, sequence=False, whose="torch"):
     """The plan of the whole GPT; the head's logits stay cut over the vocabulary."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+    ColwiseParallel, RowwiseParallel = styles(whose)
     stream = Shard(1) if sequence else Replicate()
     for block in model.blocks:
-        parallelize_module(block, mesh, sequence_plan() if sequence else block_plan())
+        parallelize_module(block, mesh, (sequence_plan if sequence else block_plan)(whose))
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         "head": ColwiseParallel(
@@ -126,7 +130,7 @@ def check_gradients(model, expected, rtol=1e-4, atol=1e-6):
         )
 
 
-def block(rank, first):
+def block(rank, first, whose):
     """A Llama-like block; ``first``: swap before or after parallelize_module."""
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import parallelize_module
@@ -137,7 +141,7 @@ def block(rank, first):
     for model in (mine, native):
         if model is mine and first == "swap":
             warpwright.swap(model)
-        parallelize_module(model, make_mesh(), block_plan())
+        parallelize_module(model, make_mesh(), block_plan(whose if model is mine else "torch"))
         for layer in (model.q, model.k, model.v):
             assert layer.weight.to_local().shape[0] * 2 == layer.weight.shape[0]
         if model is mine and first == "parallelize":
@@ -162,11 +166,34 @@ def block(rank, first):
 @pytest.mark.parametrize("first", ["swap", "parallelize"])
 def test_llama_block(worlds, first):
     """With as many collectives as native's."""
-    for ours, natives in worlds(2).run(block, first):
+    for ours, natives in worlds(2).run(block, first, "torch"):
         assert ours == natives
 
 
-def gpt(rank, sequence, context):
+def collectives_of_block(rank):
+    """Those of a forward and a backward by our styles."""
+    from sharded import Collectives
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    model = make(LlamaBlock)
+    warpwright.swap(model)
+    parallelize_module(model, make_mesh(), block_plan("warpwright"))
+    with Collectives() as counted:
+        model(torch.randn(2, TOKENS, WIDTH, generator=seeded(2))).sum().backward()
+    return counted.count
+
+
+def test_our_styles(worlds):
+    """q, k and v share the collective of their gradient, and so do gate and up: 4 in all.
+
+    torch's styles have 7.
+    """
+    for first in ("swap", "parallelize"):
+        worlds(2).run(block, first, "warpwright")
+    assert worlds(2).run(collectives_of_block) == [4, 4]
+
+
+def gpt(rank, sequence, context, whose):
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import loss_parallel
@@ -174,7 +201,7 @@ def gpt(rank, sequence, context):
     expected, gradients = native_gradients()
     model = make()
     warpwright.swap(model)
-    parallel(model, make_mesh(), sequence)
+    parallel(model, make_mesh(), sequence, whose)
     tokens, target = batch()
     with loss_parallel() if context else contextlib.nullcontext():
         logits = model(tokens)
@@ -191,9 +218,11 @@ def gpt(rank, sequence, context):
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("context", [False, True])
-def test_gpt(worlds, sequence, context):
-    worlds(2).run(gpt, sequence, context)
+@pytest.mark.parametrize(
+    ("context", "whose"), [(False, "torch"), (True, "torch"), (True, "warpwright")]
+)
+def test_gpt(worlds, sequence, context, whose):
+    worlds(2).run(gpt, sequence, context, whose)
 
 
 def head_in_the_loss(rank):
@@ -220,16 +249,12 @@ def test_head_in_the_loss(worlds):
     worlds(2).run(head_in_the_loss)
 
 
-def module_input(rank):
+def module_input(rank, whose):
     """PrepareModuleInput gathers a cut sequence in front of a swapped MLP; the output is cut again."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
 
+    ColwiseParallel, RowwiseParallel = styles(whose)
     torch.manual_seed(0)
     alone = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
     model = copy.deepcopy(alone)
@@ -255,23 +280,21 @@ def module_input(rank):
     check_gradients(model, {n: p.grad for n, p in alone.named_parameters()})
 
 
-def test_prepare_module_input(worlds):
-    worlds(2).run(module_input)
+@pytest.mark.parametrize("whose", ["torch", "warpwright"])
+def test_prepare_module_input(worlds, whose):
+    worlds(2).run(module_input, whose)
 
 
-def check_mlp(activation, call=lambda model, x: model(x), **options):
+def check_mlp(activation, call=lambda model, x: model(x), whose="torch", **options):
     """A swapped MLP with its columns, then its rows, cut over two ranks, against the native one."""
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import parallelize_module
 
+    columns, rows = styles(whose)
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(8, 12), activation, nn.Linear(12, 8))
     model = copy.deepcopy(alone)
     warpwright.swap(model, **options)
-    parallelize_module(model, make_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(model, make_mesh(), {"0": columns(), "2": rows()})
     x = torch.randn(4, 8)
     out, expected = call(model, x), alone(x)
     torch.testing.assert_close(out, expected)
@@ -280,16 +303,17 @@ def check_mlp(activation, call=lambda model, x: model(x), **options):
     check_gradients(model, {n: p.grad for n, p in alone.named_parameters()})
 
 
-def fused(rank):
+def fused(rank, whose):
     """swap(fuse=True), then columns: the layers run one by one, with native's results."""
-    check_mlp(nn.ReLU(), fuse=True)
+    check_mlp(nn.ReLU(), whose=whose, fuse=True)
 
 
-def test_fused(worlds):
-    worlds(2).run(fused)
+@pytest.mark.parametrize("whose", ["torch", "warpwright"])
+def test_fused(worlds, whose):
+    worlds(2).run(fused, whose)
 
 
-def fsdp_with_tensor_parallelism(rank):
+def fsdp_with_tensor_parallelism(rank, whose):
     """A 2 x 2 mesh: each half of the ranks has another half of the batch."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -297,7 +321,7 @@ def fsdp_with_tensor_parallelism(rank):
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("data", "tensor"))
     alone, model = make(), make()
     warpwright.swap(model)
-    parallel(model, mesh["tensor"])
+    parallel(model, mesh["tensor"], whose=whose)
     for layer in (*model.blocks, model):
         fully_shard(layer, mesh=mesh["data"])
     tokens = batch()[0]
@@ -310,17 +334,18 @@ def fsdp_with_tensor_parallelism(rank):
     check_gradients(model, {n: p.grad for n, p in alone.named_parameters()})
 
 
-def test_fsdp_with_tensor_parallelism(worlds):
-    worlds(4).run(fsdp_with_tensor_parallelism)
+@pytest.mark.parametrize("whose", ["torch", "warpwright"])
+def test_fsdp_with_tensor_parallelism(worlds, whose):
+    worlds(4).run(fsdp_with_tensor_parallelism, whose)
 
 
-def autocast(rank):
+def autocast(rank, whose):
     """bfloat16 under autocast, and autocast's own rules for norms and losses."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     model = make(LlamaBlock)
     warpwright.swap(model)
-    parallelize_module(model, make_mesh(), block_plan())
+    parallelize_module(model, make_mesh(), block_plan(whose))
     x = torch.randn(2, TOKENS, WIDTH, generator=seeded(2))
     alone = make(LlamaBlock)
     with torch.autocast(device_type(), torch.bfloat16), warpwright.patch():
@@ -329,16 +354,18 @@ def autocast(rank):
     out.float().square().mean().backward()
 
 
-def test_autocast(worlds):
-    worlds(2).run(autocast)
+@pytest.mark.parametrize("whose", ["torch", "warpwright"])
+def test_autocast(worlds, whose):
+    worlds(2).run(autocast, whose)
 
 
-def compiled(rank):
+def compiled(rank, whose):
     def call(model, x):
         return torch.compile(model, backend="aot_eager", fullgraph=True)(x)
 
-    check_mlp(nn.GELU(), call)
+    check_mlp(nn.GELU(), call, whose)
 
 
-def test_compiled(worlds):
-    worlds(2).run(compiled)
+@pytest.mark.parametrize("whose", ["torch", "warpwright"])
+def test_compiled(worlds, whose):
+    worlds(2).run(compiled, whose)

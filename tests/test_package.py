@@ -334,7 +334,8 @@ def test_supports_this_torch():
 
 def public_names():
     """Each name with its module. Those of warpwright.distributed come at the first use."""
-    lazy = [f"{distributed.__name__}.{n}" for n in (*distributed.FAILURES, *distributed.SEQUENCE)]
+    names = (*distributed.FAILURES, *distributed.SEQUENCE, *distributed.TENSOR_PARALLEL)
+    lazy = [f"{distributed.__name__}.{n}" for n in names]
     listed = [f"{m}.{name}" for m in PUBLIC_MODULES for name in import_module(m).__all__]
     return sorted([*lazy, *listed])
 

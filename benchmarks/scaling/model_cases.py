@@ -12,10 +12,12 @@ from models import gpt2_small
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import warpwright
+import warpwright.distributed
 from warpwright.bench.steps import NHWC, Workload
 
 from .timing import Case
@@ -49,9 +51,11 @@ class LlamaBlock(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-def block_plan() -> dict[str, Any]:
-    columns = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
-    return {**columns, "o": RowwiseParallel(), "down": RowwiseParallel()}
+def block_plan(impl: str) -> dict[str, Any]:
+    """With the styles of ``impl``."""
+    styles: Any = warpwright.distributed if impl == "warpwright" else torch_parallel
+    columns = {name: styles.ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+    return {**columns, "o": styles.RowwiseParallel(), "down": styles.RowwiseParallel()}
 
 
 def patched(impl: str) -> contextlib.AbstractContextManager[object]:
@@ -73,7 +77,7 @@ def llama_block(device: torch.device, quick: bool) -> Iterator[Case]:
                 warpwright.swap(model)
             if ranks > 1:
                 mesh = init_device_mesh(device.type, (ranks,))
-                model = parallelize_module(model, mesh, block_plan())
+                model = parallelize_module(model, mesh, block_plan(impl))
             leaves = [x, *model.parameters()]
 
             def forward(model: nn.Module = model, x: Tensor = x, impl: str = impl) -> Tensor:
@@ -108,7 +112,7 @@ def training_step(work: Workload, form: str, impl: str, device: torch.device) ->
         model = model.to(memory_format=torch.channels_last)
         inputs = [x.contiguous(memory_format=torch.channels_last) for x in inputs]
     if impl == "warpwright":
-        warpwright.swap(model, fuse=form != "FSDP")
+        warpwright.swap(model, fuse=True)
         warpwright.swap(criterion)
     parallel = wrapped(model, form, device)
     parameters = list(model.parameters())
@@ -141,8 +145,6 @@ def models(device: torch.device, quick: bool) -> Iterator[Case]:
         found += resnet.workloads(kind)
     for work in found:
         for form in ("DP", "FSDP", "one GPU"):
-            if form == "FSDP" and work.op == "resnet50_step":
-                continue
             ranks = 1 if form == "one GPU" else dist.get_world_size()
             for impl in IMPLS:
                 step = training_step(work, form, impl, device)

@@ -4,6 +4,7 @@ DDP, FSDP2 and tensor parallelism are PyTorch's. This package adds:
 
 - :mod:`.sharding`: our operators' rules for DTensor;
 - :mod:`.sync_batch_norm`: batch norm over the batches of all ranks;
+- :mod:`.tensor_parallel`: column- and row-parallel linear layers without a DTensor per call;
 - :mod:`.sequence`: attention over a sequence that ranks share;
 - :mod:`.failures`: errors that name the rank that failed.
 
@@ -16,6 +17,7 @@ from typing import Any
 
 FAILURES = ("RankFailed", "guard")
 SEQUENCE = ("context_parallel", "positions", "ring_attention", "shard", "unshard")
+TENSOR_PARALLEL = ("ColwiseParallel", "RowwiseParallel")
 
 
 def __getattr__(name: str) -> Any:
@@ -28,4 +30,8 @@ def __getattr__(name: str) -> Any:
         from . import sequence
 
         return getattr(sequence, name)
+    if name in TENSOR_PARALLEL:
+        from . import tensor_parallel
+
+        return getattr(tensor_parallel, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -110,8 +110,8 @@ def fits_fused(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_hooked(layer: nn.Module) -> bool:
-    """Whether a hook reads this layer's own inputs, output or gradients."""
-    if layer._backward_hooks or layer._backward_pre_hooks:
+    """Whether a hook reads this layer's own inputs, output or gradients, or it has its own forward."""
+    if layer._backward_hooks or layer._backward_pre_hooks or "forward" in layer.__dict__:
         return True
     for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
         if hooks:

@@ -21,6 +21,10 @@ NATIVE_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     **KEEPER_LAYERS,
 }
 
+# An attribute of the linear layers that distributed/tensor_parallel.py cut over ranks. Their forward is
+# replaced on the instance, but calls the product of their class.
+PARALLEL = "_warpwright_parallel"
+
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 # What layers of other libraries run on (integrations/), though torch has no such layer.

@@ -16,6 +16,7 @@ from .classes import (
     MODULES,
     NATIVE_LAYERS,
     OPS,
+    PARALLEL,
     check_ops,
     name_of,
     set_class,
@@ -172,7 +173,7 @@ def _why_not(
         return "parametrized, which makes it a subclass: swap before parametrizing"
     if type(module) not in MODULES:
         return f"a subclass of {_native_base(module)}, which may compute something else"
-    if "forward" in vars(module):
+    if "forward" in vars(module) and PARALLEL not in vars(module):
         return REPLACED
     if op not in wanted:
         return f"{op} is not in ops"

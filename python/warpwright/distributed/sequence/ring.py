@@ -4,12 +4,13 @@ Step s of rank r attends to the keys of rank r - s. Every rank sends its own key
 that needs them next. A step is a permutation of the ranks, and no data is forwarded. The transfer for
 step s + 1 runs while step s computes: ProcessGroupNCCL has a stream of its own, and gloo has threads.
 
-Blocks are merged by their log-sum-exps (o, l) with a float32 sum:
+Blocks are merged by their log-sum-exps (o, l), in float32:
     l' = logaddexp(l, l_s),  o' = o exp(l - l') + o_s exp(l_s - l')
 
 The backward of a block gets the merged out and lse. Its probabilities are then those of the whole row,
 and the gradients of the blocks add up. A block's dK and dV return to the owner of the keys in the dtype
-of k. The owner adds them in float32, in the order of steps: the result is the same at every run.
+of k. The owner adds them in float32, in the order of steps: the result is the same at every run. The
+last step of a sum rounds as it writes the result, so two ranks keep no float32 tensor.
 """
 
 from __future__ import annotations
@@ -149,47 +150,95 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Adds a block to the running softmax ``(out, lse)`` of the same rows, in place.
+class RunningSum:
+    """The sum of parts of one tensor, each over some of its positions along dimension 2.
 
-    out: (B, H, rows, D_v) in `sum_dtype`. lse: (B, H, rows). Two passes read and write ``out``;
-    the second casts ``part_out`` as it reads it.
+    It is wide between the parts. The last addition rounds as it writes: into memory that the caller
+    has anyway. So the sum of two parts needs no wide memory.
     """
-    total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp_().to(out.dtype).unsqueeze(-1))
-    out.addcmul_(part_out, (part_lse - total).exp_().to(out.dtype).unsqueeze(-1))
-    lse.copy_(total)
+
+    def __init__(self, first: Tensor) -> None:
+        self.total = first
+
+    def add(self, at: slice, part: Tensor) -> None:
+        if self.total.dtype != sum_dtype(self.total):
+            self.total = self.total.to(sum_dtype(self.total))
+        self.total[:, :, at] += part
+
+    def finish(self, target: Tensor, at: slice, part: Tensor | None) -> None:
+        """Writes the sum, with a last part if there is one, to ``target``."""
+        if part is None:
+            target.copy_(self.total)
+            return
+        torch.add(self.total[:, :, at], part, out=target[:, :, at])
+        rest = others(at, target.shape[2])
+        target[:, :, rest] = self.total[:, :, rest]
+
+
+def others(at: slice, length: int) -> slice:
+    """The positions that are not in ``at``, which begins or ends with the tensor."""
+    begin, end, _ = at.indices(length)
+    return slice(0, begin) if begin else slice(end, length)
+
+
+class RunningSoftmax:
+    """The merged blocks ``(out, lse)`` of some heads; ``out`` is wide between the blocks."""
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self.out, self.lse = out, lse
+
+    def _merge(self, rows: slice, out: Tensor, lse: Tensor, target: Tensor) -> None:
+        """Two passes over the rows: the second casts ``out`` as it reads it, and its result."""
+        wide, held = sum_dtype(out), self.lse[:, :, rows]
+        total = torch.logaddexp(held, lse)
+        factor, part_factor = ((x - total).exp_().to(wide).unsqueeze(-1) for x in (held, lse))
+        torch.addcmul(self.out[:, :, rows] * factor, out, part_factor, out=target[:, :, rows])
+        held.copy_(total)
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        if self.out.dtype != sum_dtype(self.out):
+            self.out = self.out.to(sum_dtype(self.out))
+        self._merge(rows, out, lse, self.out)
+
+    def finish(self, target: Tensor, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merges the last block, and writes to ``target``."""
+        self._merge(rows, out, lse, target)
+        rest = others(rows, target.shape[2])
+        target[:, :, rest] = self.out[:, :, rest]
 
 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse): as of one attention call over the keys of all ranks."""
     out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
-    wide_out = lse = torch.empty(0)
-    lses = []
+    lses, running = [], RunningSoftmax(out, out)
     for block in blocks(ring, q.shape[1], k, v):
+        last, target = block.step == ring.size - 1, out[:, block.q_heads]
         if block.part is not None:
             rows = block.part.rows
-            part_out, part_lse, _ = ops.attention(
+            part = ops.attention(
                 *(q[:, block.q_heads, rows], block.k, block.v),
                 *(None, 0.0, block.part.is_causal, ring.scale),
-            )
+            )[:2]
             if block.step == 0:
-                wide_out, lse = part_out.to(sum_dtype(q)), part_lse
+                running = RunningSoftmax(*part)
+            elif last:
+                running.finish(target, rows, *part)
             else:
-                merge_(wide_out[:, :, rows], lse[:, :, rows], part_out, part_lse)
-        if block.step == ring.size - 1:
-            out[:, block.q_heads] = wide_out
-            lses.append(lse)
+                running.add(rows, *part)
+        if last:
+            if block.part is None or ring.size == 1:
+                target.copy_(running.out)
+            lses.append(running.lse)
     return out, torch.cat(lses, 1) if len(lses) > 1 else lses[0]
 
 
 class KeyGradients:
-    """dK and dV of this rank's keys: a float32 sum over the parts that the ranks return."""
+    """dK and dV of this rank's keys: sums over the parts that the ranks return."""
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
         self.ring, self.length = ring, k.shape[2]
-        self.dk, self.dv = torch.empty_like(k), torch.empty_like(v)
-        self.sums: list[Tensor] = []
+        self.targets = torch.empty_like(k), torch.empty_like(v)
+        self.sums: list[RunningSum] = []
         self.returning: tuple[Transfer, Block, Part | None] | None = None
 
     def add(self, block: Block, part: Pair | None) -> None:
@@ -198,14 +247,15 @@ class KeyGradients:
         ring = self.ring
         if block.step == 0:
             assert part is not None  # every rank attends to its own keys
-            self.sums = [x.to(sum_dtype(x)) for x in part]
-            self._store(block)
+            self.sums = [RunningSum(x) for x in part]
+            if ring.size == 1:
+                self._store(block, slice(None), (None, None))
             return
         theirs = ring.part(ring.user(block.step), ring.rank, self.length)
         receive = None
         if theirs is not None:
             keys = extent(theirs.keys, self.length)
-            receive = buffers(self.dk, self.dv, ring.heads_at_once, keys)
+            receive = buffers(*self.targets, ring.heads_at_once, keys)
         send = (part[0].contiguous(), part[1].contiguous()) if part is not None else None
         source, user = ring.source(block.step), ring.user(block.step)
         transfer = ring.exchange(send, source, receive, user, GRADIENTS)
@@ -217,43 +267,47 @@ class KeyGradients:
             return
         transfer, block, theirs = self.returning
         self.returning = None
+        keys = slice(None) if theirs is None else theirs.keys
         returned = transfer.wait()
-        if returned is not None and theirs is not None:
-            for total, x in zip(self.sums, returned, strict=True):
-                total[:, :, theirs.keys] += x
-        self._store(block)
-
-    def _store(self, block: Block) -> None:
         if block.step == self.ring.size - 1:
-            self.dk[:, block.k_heads], self.dv[:, block.k_heads] = self.sums
+            self._store(block, keys, returned or (None, None))
+        elif returned is not None:
+            for total, x in zip(self.sums, returned, strict=True):
+                total.add(keys, x)
+
+    def _store(self, block: Block, keys: slice, parts: tuple[Tensor | None, Tensor | None]) -> None:
+        for total, target, last in zip(self.sums, self.targets, parts, strict=True):
+            total.finish(target[:, block.k_heads], keys, last)
 
 
 def backward(
     ring: Ring, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this rank's queries, keys and values."""
-    dq, wide_dq = torch.empty_like(q), torch.empty(0)
-    gradients = KeyGradients(ring, k, v)
+    dq = torch.empty_like(q)
+    gradients, dq_sum = KeyGradients(ring, k, v), RunningSum(dq)
     no_state = torch.empty(0, dtype=torch.int64, device=q.device)
     for block in blocks(ring, q.shape[1], k, v):
-        dkv_part = None
+        dq_part = dkv_part = None
+        rows, heads = slice(None), block.q_heads
         if block.part is not None:
-            rows, heads = block.part.rows, block.q_heads
+            rows = block.part.rows
             dq_part, dk_part, dv_part, _ = ops.attention_backward(
                 *(grad_out[:, heads, rows], q[:, heads, rows], block.k, block.v, None),
                 *(out[:, heads, rows], lse[:, heads, rows], no_state),
                 *(0.0, block.part.is_causal, ring.scale, [True, True, True, False]),
             )
             dkv_part = dk_part, dv_part
-            if block.step == 0:
-                wide_dq = dq_part.to(sum_dtype(q))
-            else:
-                wide_dq[:, :, rows] += dq_part
-        gradients.add(block, dkv_part)
+        if block.step == 0:
+            assert dq_part is not None  # every rank attends to its own keys
+            dq_sum, dq_part = RunningSum(dq_part), None
         if block.step == ring.size - 1:
-            dq[:, block.q_heads] = wide_dq
+            dq_sum.finish(dq[:, heads], rows, dq_part)
+        elif dq_part is not None:
+            dq_sum.add(rows, dq_part)
+        gradients.add(block, dkv_part)
     gradients.finish()
-    return dq, gradients.dk, gradients.dv
+    return dq, *gradients.targets
 
 
 class RingAttention(torch.autograd.Function):
