@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 import weakref
 
 import pytest
@@ -141,7 +142,11 @@ def lifetimes(rank):
             outs = [run(model, x) for x in inputs]
             left = [weakref.ref(x) for x in inputs]
             del inputs, outs
-            gc.collect()
+            for _ in range(200):  # a thread of gloo lets go of its operands a little later
+                gc.collect()
+                if [x() for x in left] == [None, None]:
+                    break
+                time.sleep(0.02)
             assert [x() for x in left] == [None, None]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,10 +57,6 @@ def block_plan(impl: str) -> dict[str, Any]:
     return {**columns, "o": styles.RowwiseParallel(), "down": styles.RowwiseParallel()}
 
 
-def patched(impl: str) -> contextlib.AbstractContextManager[object]:
-    return warpwright.patch() if impl == "warpwright" else contextlib.nullcontext()
-
-
 def llama_block(device: torch.device, quick: bool) -> Iterator[Case]:
     """One block on one GPU, and cut over all ranks."""
     tokens, *sizes = (64, 64, 128, 16, 2) if quick else (8192, 4096, 14336, 128, 8)
@@ -73,16 +68,15 @@ def llama_block(device: torch.device, quick: bool) -> Iterator[Case]:
                 model = LlamaBlock(*sizes).to(dtype)
                 x = torch.randn(1, tokens, sizes[0], dtype=dtype, requires_grad=True)
                 grad = torch.randn(1, tokens, sizes[0], dtype=dtype)
-            if impl == "warpwright":
-                warpwright.swap(model)
             if ranks > 1:
                 mesh = init_device_mesh(device.type, (ranks,))
                 model = parallelize_module(model, mesh, block_plan(impl))
+            if impl == "warpwright":
+                warpwright.swap(model, fuse=True)
             leaves = [x, *model.parameters()]
 
-            def forward(model: nn.Module = model, x: Tensor = x, impl: str = impl) -> Tensor:
-                with patched(impl):
-                    return model(x)
+            def forward(model: nn.Module = model, x: Tensor = x) -> Tensor:
+                return model(x)  # type: ignore[no-any-return]
 
             def backward(out: Tensor, leaves: list[Tensor] = leaves, grad: Tensor = grad) -> None:
                 torch.autograd.grad(out, leaves, grad)
@@ -109,7 +103,8 @@ def training_step(work: Workload, form: str, impl: str, device: torch.device) ->
     *inputs, target = (x.to(device) for x in work.batch())
     criterion: nn.Module = nn.CrossEntropyLoss()
     if NHWC in work.layouts:
-        model = model.to(memory_format=torch.channels_last)
+        if form != "FSDP":  # which takes contiguous parameters alone
+            model = model.to(memory_format=torch.channels_last)
         inputs = [x.contiguous(memory_format=torch.channels_last) for x in inputs]
     if impl == "warpwright":
         warpwright.swap(model, fuse=True)
@@ -124,7 +119,7 @@ def training_step(work: Workload, form: str, impl: str, device: torch.device) ->
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device.type, work.dtype, enabled=amp), patched(impl):
+        with torch.autocast(device.type, work.dtype, enabled=amp):
             loss = work.loss(criterion, parallel(*inputs), target)
         loss.backward()
         optimizer.step()

@@ -73,6 +73,9 @@ COMPOSITE = {
     native.multi_head_attention_forward: _without_overrides(native.multi_head_attention_forward)
 }
 
+# What `patch` looks at; __init__ adds an operator that torch registers late.
+WATCHED = {*ROUTES, *COMPOSITE, checkpoint, Tensor.unflatten}
+
 
 def _varlen(
     query: Tensor,
@@ -183,6 +186,7 @@ class patch(TorchFunctionMode):
     def __init__(self, ops: Iterable[str] | None = None) -> None:
         import torch.nn.attention.varlen  # registers its operator: milliseconds, not at import
 
+        WATCHED.add(torch.ops.torch_attn._varlen_attn)
         super().__init__()
         self.ops = check_ops(ops, (*ROUTED, "attention_varlen"))
         if not torch.compiler.is_compiling():  # there a checkpoint is an operator of the graph
@@ -195,7 +199,12 @@ class patch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        # Attributes and methods of tensors come here, too: hundreds per forward.
+        if func not in WATCHED:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._routed(func, args, kwargs or {})
+
+    def _routed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         route = ROUTES.get(func)
         if route is not None:
             op, first, name = route

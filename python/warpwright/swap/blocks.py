@@ -23,6 +23,7 @@ from torch.fx import _symbolic_trace as fx_tracing
 from torch.nn.modules import module as global_hooks
 
 from .._tools import refuse_scripting
+from .classes import PARALLEL
 from .forms import binder
 from .trace import REST, decorated, undecorated
 
@@ -38,15 +39,21 @@ class Layer:
     path: Path
     kinds: tuple[type[nn.Module], ...]  # what it may be, or what a generated class of it extends
     options: tuple[tuple[str, Any], ...]  # attributes that are constants in the function
+    may_be_cut: bool = False  # over ranks: the function calls the layer itself
 
     def holds(self, block: nn.Module) -> bool:
         layer = at(block, self.path)
-        if layer is None or is_hooked(layer):
+        if layer is None:
+            return False
+        if _has_hooks(layer) or ("forward" in layer.__dict__ and not self._is_cut(layer)):
             return False
         kind = type(layer)
         if kind not in self.kinds and base_of(kind) not in self.kinds:
             return False
         return all(getattr(layer, name) == value for name, value in self.options)
+
+    def _is_cut(self, layer: nn.Module) -> bool:
+        return self.may_be_cut and PARALLEL in layer.__dict__
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,11 @@ def fits_fused(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_hooked(layer: nn.Module) -> bool:
     """Whether a hook reads this layer's own inputs, output or gradients, or it has its own forward."""
-    if layer._backward_hooks or layer._backward_pre_hooks or "forward" in layer.__dict__:
+    return "forward" in layer.__dict__ or _has_hooks(layer)
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    if layer._backward_hooks or layer._backward_pre_hooks:
         return True
     for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
         if hooks:

@@ -26,8 +26,8 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def may_be_rewritten(module: nn.Module) -> bool:
-    """Whether ``module``'s forward may call a norm or a convolution next to a shortcut, or take views
-    apart after a permutation."""
+    """Whether ``module``'s forward may call a norm or a convolution next to a shortcut, call
+    attention, or take views apart after a permutation."""
     if not has_own_forward(module):
         return False
     if any(type(m) in CONVOLUTIONS for m in _called_by(module)):
@@ -35,6 +35,8 @@ def may_be_rewritten(module: nn.Module) -> bool:
     if any(type(m) in NORMS for m in _called_by(module)):
         return True
     names = _names_in(type(module))
+    if "scaled_dot_product_attention" in names:
+        return True
     return "permute" in names and not names.isdisjoint(ATTENTION)
 
 

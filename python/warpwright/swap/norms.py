@@ -144,7 +144,7 @@ class NormPass:
         if path not in self.block.layers:
             kind = self.kind_of(self.block.module.get_submodule(path))
             kinds = (base_of(kind) or kind,)  # a generated class has no name to pickle it by
-            self.block.layers[path] = Layer(tuple(path.split(".")), kinds, ())
+            self.block.layers[path] = Layer(tuple(path.split(".")), kinds, (), may_be_cut=True)
 
     def _products_of(self, node: fx.Node) -> set[str] | None:
         """Paths of the layers that read ``node``, if all of them are or contain products."""

@@ -103,10 +103,10 @@ def plan_swap(
         entry = entries.get(module)
         if entry is None:
             return "not a layer"
-        if entry.reason not in (IS_OURS, NO_LAYER, NOTHING):
-            return entry.reason or None
         if "forward" in vars(module):
             return REPLACED
+        if entry.reason not in (IS_OURS, NO_LAYER, NOTHING):
+            return entry.reason or None
         if entry.reason in (NO_LAYER, NOTHING) and type(module) not in KINDS:
             return entry.reason
         if entry.op is not None and entry.op not in wanted:
@@ -124,7 +124,7 @@ def plan_swap(
         if kind in NATIVE_LAYERS:
             entry = entries[module]
             entries[module] = replace(entry, swapped=True, reason="", fused=kind.__name__)
-    norms = plan_rewrites(model, chosen, found, why_left)
+    norms = plan_rewrites(model, chosen, found, wanted, why_left)
     chosen.update({m: kind for m, kind in found.classes.items() if m in found.blocks})
     blocks, notes = plan_blocks(model, chosen, why_left)
     chosen.update(blocks)

@@ -1,12 +1,14 @@
-"""Changes of traced forwards besides chains of layers: norms, views and shortcuts."""
+"""Changes of traced forwards besides chains of layers: norms, views, shortcuts and functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
+from . import functions
 from .blocks import block_class
+from .functions import FunctionPass
 from .fuse import Fusion, Plan
 from .joins import JoinPass
 from .norms import NormPass
@@ -19,12 +21,14 @@ def plan_rewrites(
     model: nn.Module,
     chosen: Mapping[nn.Module, type[nn.Module]],
     found: Plan,
+    ops: Collection[str],
     why_left: Callable[[nn.Module, str], str | None],
 ) -> dict[nn.Module, str]:
     """Adds the changes to ``found``. Returns a remark on each norm and convolution.
 
     Args:
         chosen: the classes that layers get anyway.
+        ops: what the user wants swapped.
         why_left: the user's reason to leave a module as it is, or None.
     """
     names = {module: name for name, module in model.named_modules()}
@@ -43,7 +47,9 @@ def plan_rewrites(
         norms = [NormPass(block, kind_of) for block in blocks]
         views = [ViewPass(block) for block in blocks]
         joins = [JoinPass(block, kind_of) for block in blocks]
-        changed = [a.run() | b.run() | c.run() for a, b, c in zip(norms, views, joins, strict=True)]
+        calls = [FunctionPass(block, ops) for block in blocks]
+        passes = zip(norms, views, joins, calls, strict=True)
+        changed = [sum(p.run() for p in of_block) > 0 for of_block in passes]  # all run
         if True not in changed:
             continue
         kept = [b for b, c in zip(blocks, changed, strict=True) if c or b.replaced]
@@ -60,4 +66,6 @@ def plan_rewrites(
             notes.update(join.notes)
         chains = dict.fromkeys(chain for b in views for chain in b.chains)
         found.fusions += [Fusion(name, chain, INTO, "") for chain in chains]
+        if any(call.count for call in calls):
+            found.fusions.append(Fusion(name, functions.CHAIN, functions.INTO, ""))
     return notes
