@@ -77,4 +77,4 @@ def tables(path: Path, predictions: str) -> str:
     gpu, rows = load(path)
     ranks = max(row["ranks"] for row in rows)
     parts = (f"{ranks} x {gpu}, NCCL.", _sequences(rows), _beside_native(rows), predictions)
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scaling.cluster import Cluster
-from scaling.measured import records, tables
+from scaling.measured import load, records, tables
 from scaling.schemes import Step, data_parallel, fully_sharded, hybrid_sharded, tensor_parallel
 from scaling.workloads import Workload, gpt2_small, llama3_8b, resnet50
 
@@ -33,6 +33,7 @@ SHAPES = {
     "1M tokens, 32 heads, 8 key heads": Shape(1, 32, 8, 2**20, 128, True),
 }
 MEASURED_SHAPES = {name: shape for name, shape in SHAPES.items() if shape.tokens <= 65536}
+SIMULATED = "H200"  # whose recorded steps and rates the predictions start from
 Scheme = Callable[[Workload, Cluster, int], Step]
 Row = tuple[str, int, Step, float]  # scheme, ranks, step, share of linear scaling
 
@@ -125,8 +126,13 @@ def compare(found: list[Row], record: Path) -> str:
 
 
 def measured_text(found: list[Row]) -> str:
-    """The tables of every record in benchmarks/scaling/results."""
-    return "\n\n".join(tables(path, compare(found, path)) for path in records())
+    """The tables of every record in benchmarks/scaling/results, the simulated GPU's first.
+
+    Predictions stand next to the times of that GPU alone.
+    """
+    own = {path: SIMULATED in load(path)[0] for path in records()}
+    paths = sorted(own, key=lambda path: not own[path])
+    return "\n\n".join(tables(path, compare(found, path) if own[path] else "") for path in paths)
 
 
 def main() -> None:

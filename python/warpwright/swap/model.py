@@ -59,11 +59,11 @@ def swap(
         fuse: run chains of layers as one op: BN → ReLU (→ max pool), SiLU or Hardswish, BN → add →
             ReLU, ReLU → max pool, and Linear → ReLU, GELU or SiLU (→ Linear). Under autocast norms
             of known residual blocks write the dtype of the products that read them, and add before
-            they normalise. ``torch.fx`` must be able to read the forward that calls them, such as
-            that of an ``nn.Sequential`` or a ResNet block. One layer becomes the fused module and
-            keeps its place; the calling module gets a generated forward. If
-            anything changes that this forward was made from, such as a new hook on a layer, the
-            original forward runs. The report names every chain and its result.
+            they normalise. ``F.scaled_dot_product_attention`` runs as ours. ``torch.fx`` must be able
+            to read the forward that calls them, such as that of an ``nn.Sequential`` or a ResNet
+            block. One layer becomes the fused module and keeps its place; the calling module gets a
+            generated forward. If anything changes that this forward was made from, such as a new hook
+            on a layer, the original forward runs. The report names every chain and its result.
         loss_fn: turns the model's output into the scalar that ``check`` differentiates; by default
             the mean square of all floating outputs.
         dry_run: change nothing; the report says what would be swapped. Not with ``check``.
