@@ -328,6 +328,14 @@ def to_single(value):
     return tree_map(convert, value)
 
 
+def gelu_of_infinity(x, **options):
+    """Native's gelu; in float64 where it makes NaN of infinity, as oneDNN 3.10's on AVX-512 does."""
+    y = torch.nn.functional.gelu(x, **options)
+    if x.is_cuda or not (y.isnan() & x.isposinf()).any():
+        return y
+    return torch.nn.functional.gelu(x.double(), **options).to(x.dtype)
+
+
 def off_by_rounding(value):
     """Inexact leaves in 64 bits, each element one unit of rounding larger or smaller."""
 
