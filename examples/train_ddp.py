@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 8 examples/train_ddp.py --model resnet50 --batch 256 --bf16
 
 Each process has a GPU, or a share of the CPU's cores. The digits are scikit-learn's; ResNet-50 gets random images.
---compare trains native's layers first, from the same weights and on the same batches.
+--compare trains native's layers first, from the same weights and on the same batches. --profile writes a page with
+communication and compute of a step on one time axis.
 """
 
 from __future__ import annotations
@@ -115,6 +116,19 @@ def train(library: str, options: argparse.Namespace, device: torch.device) -> di
     return {"loss": mean.item(), "images_per_second": images_per_second}
 
 
+def profile(options: argparse.Namespace, device: torch.device) -> None:
+    """A page about one step; every rank takes part, and rank 0 writes."""
+    model = make(options.model).to(device, memory_format=torch.channels_last)
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    warpwright.profile(
+        model,
+        *Images(options.model, options.batch, device).batch(0),
+        optimizer=torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9),
+        autocast=torch.bfloat16 if options.bf16 else None,
+        out=options.profile,
+    )
+
+
 def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -133,6 +147,7 @@ def main() -> None:
     parser.add_argument("--report", type=int, default=20, help="steps between printed losses")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--json", type=Path, help="a file for the results")
+    parser.add_argument("--profile", type=Path, help="a folder for the page about one step")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with `torchrun --nproc_per_node N examples/train_ddp.py`")
@@ -154,6 +169,8 @@ def main() -> None:
             print(f"  {library:<10} loss {result['loss']:.4f}, {speed:.0f} images/s")
         if options.json is not None:
             options.json.write_text(json.dumps({"ranks": ranks, **results}, indent=2) + "\n")
+    if options.profile is not None:
+        profile(options, device)
     dist.destroy_process_group()
     gc.collect()  # of cycles that still hold the group: its threads must end before Python does
 

@@ -130,6 +130,23 @@ def test_recomputed(worlds, reentrant):
     worlds(2).run(recomputed, reentrant)
 
 
+def inference(rank, mode):
+    from torch.distributed.tensor import Shard
+
+    for layout in (None, Shard(1)):
+        alone, model = pair()
+        cut(model, {"input_layouts": layout})
+        with getattr(torch, mode)():
+            x = given() * 1.0
+            part = x if layout is None else x.chunk(2, 1)[rank].clone()
+            torch.testing.assert_close(run(model, part), run(alone, x))
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_inference(worlds, mode):
+    worlds(2).run(inference, mode)
+
+
 def lifetimes(rank):
     """Nothing keeps an input alive, a leaf or not, with a graph or without."""
     from torch.distributed.tensor import Shard

@@ -105,9 +105,10 @@ _results: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def _shared(x: Tensor, key: object, make: Callable[[Tensor], Tensor]) -> Tensor:
     """``make(x)``, once for all layers that take `x`. The result lives as long as `x`.
 
-    A leaf has none: its result would keep it alive, by the node that accumulates its gradient.
+    A leaf has none: its result would keep it alive, by the node that accumulates its gradient. An
+    inference tensor has no version.
     """
-    if torch.compiler.is_compiling() or (x.is_leaf and x.requires_grad):
+    if torch.compiler.is_compiling() or (x.is_leaf and x.requires_grad) or x.is_inference():
         return make(x)
     now = x._version, torch.is_grad_enabled()
     state, results = _results.get(x, (None, {}))

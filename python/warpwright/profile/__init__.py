@@ -52,6 +52,10 @@ def profile(
         steps: number of traced steps.
         seconds: approximate measuring time per run.
         title: of the page.
+    Every rank of a program with ``torch.distributed`` makes the same call, for example with a model in
+    ``DistributedDataParallel``. Rank 0 writes, and the page also has communication and compute on one
+    time axis.
+
     Returns:
         The numbers; ``print`` shows a summary.
     Raises:
@@ -59,6 +63,7 @@ def profile(
         TypeError: ``model`` is no module.
     """
     from ..bench.records import ceilings, environment
+    from . import ranks
     from . import runs as running
     from .summary import summarise
 
@@ -68,10 +73,12 @@ def profile(
     for name in names:
         if name not in running.RUNS:
             raise ValueError(f"runs: expected names out of {', '.join(running.RUNS)}; got {name!r}")
-    folder = Path(out) if out is not None else None
+    folder = Path(out) if out is not None and ranks.is_first() else None
     if folder is not None:
         from . import page  # says which package is missing before anything is measured
     where = {**environment(device), **ceilings(device)}
+    if ranks.count() > 1:
+        where["ranks"] = ranks.count()
     with workload.native():
         measured = running.time_runs(workload, names, seconds)
         for run in measured.values():

@@ -1,4 +1,4 @@
-"""The live charts of a profile: time by module as a flame, and memory over one step."""
+"""The live charts of a profile: time by module as a flame, memory, and communication beside compute."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ KINDS = {
     "slower than native": ("#E69F00", "#B35900"),
     "no difference": ("#c9d1d9", "#59636e"),
 }
+LANES = {"compute": ("#56B4E9", "#0072B2"), "communication": ("#CC79A7", "#B0578A")}
 BAR = 22  # pixels of height per level
 DIFFERENCE = 0.02  # of the time: smaller ones are not coloured
 
@@ -174,3 +175,34 @@ def memory(report: ProfileReport) -> Chart | None:
         }  # fmt: skip
 
     return Chart("memory", values, spec(False), spec(True))
+
+
+def timeline(report: ProfileReport) -> Chart | None:
+    """One step of rank 0: a row of the picture per run and lane. None for a single process."""
+    if not report.timeline:
+        return None
+    values = [row | {"row": f"{row['run']}: {row['lane']}"} for row in report.timeline]
+    order = list(dict.fromkeys(value["row"] for value in values))
+
+    def spec(dark: bool) -> Row:
+        theme = plots.DARK if dark else plots.LIGHT
+        colours = {"domain": list(LANES), "range": [pair[dark] for pair in LANES.values()]}
+        lane: Row = {"field": "lane", "type": "nominal"}
+        return {
+            "height": 34 * len(order),
+            "mark": {"type": "bar", "stroke": theme.background, "strokeWidth": 0.3, "clip": True},
+            "params": [ZOOM],
+            "encoding": {
+                "x": {
+                    "field": "start",
+                    "type": "quantitative",
+                    "title": "ms from the step's start",
+                },
+                "x2": {"field": "end"},
+                "y": {"field": "row", "type": "nominal", "title": None, "sort": order},
+                "color": {**lane, "scale": colours, "legend": {"orient": "top", "title": None}},
+                "tooltip": [{"field": f, "type": "nominal"} for f in ("row", "start", "end")],
+            },
+        }
+
+    return Chart("timeline", values, spec(False), spec(True))

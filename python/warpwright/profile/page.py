@@ -238,21 +238,31 @@ FLAME = (
     "Times are the profiler's, which slows a CPU. Point at a bar for its numbers; drag to move, Shift and the wheel to zoom.",
 )
 
+TIMELINE = (
+    "Communication and compute of one step on one time axis, two rows per run",
+    "One step of rank 0, under the profiler. Communication with compute above it costs little: kernels of NCCL on a GPU, "
+    "threads of gloo on a CPU, where a bar is from the call to the result.",
+)
+
 
 def live_charts(report: ProfileReport) -> dict[str, live.Chart]:
     """The charts that answer to the pointer, by name."""
     where = "GPU" if report.environment["device"] == "cuda" else "CPU"
-    found = (charts.flame(report, _names(report), where), charts.memory(report))
+    found = (
+        charts.flame(report, _names(report), where),
+        charts.timeline(report),
+        charts.memory(report),
+    )
     return {chart.name: chart for chart in found if chart is not None}
 
 
 def render(report: ProfileReport) -> str:
     moving = live_charts(report)
     figures = []
-    if "flame" in moving:
-        alt, caption = FLAME
-        html = moving["flame"].picture(alt)
-        figures.append({"html": html, "caption": caption, "chart": "flame"})
+    for name, (alt, caption) in {"flame": FLAME, "timeline": TIMELINE}.items():
+        if name in moving:
+            html = moving[name].picture(alt)
+            figures.append({"html": html, "caption": caption, "chart": name})
     for name, picture in pictures(report).items():
         figures.append(figure(*picture) | {"chart": name if name in moving else ""})
     reasons: dict[tuple[str, str], list[str]] = {}

@@ -24,7 +24,7 @@ from ..bench.measure import Timing, interleaved
 from ..patch import patch
 from ..swap import SwapCheckError, SwapReport, swap, swapped, unswap, unswapped
 from ..swap.check import mean_square
-from . import trace
+from . import ranks, trace
 from .ranges import Amounts, Ranges, named
 
 RUNS = ("native", "swapped", "fused", "compiled")
@@ -212,11 +212,7 @@ def time_runs(workload: Workload, names: tuple[str, ...], seconds: float) -> dic
                     first = step()
                     if run.output is None and isinstance(first, Tensor):
                         run.output = first.detach().clone()
-                    samples[name].append(
-                        interleaved(
-                            {"step": step}, workload.device, seconds / blocks, hide_host=False
-                        )["step"]
-                    )
+                    samples[name].append(_timed(step, workload.device, seconds / blocks))
             except (KeyboardInterrupt, SwapCheckError):
                 raise
             except Exception as error:
@@ -225,6 +221,12 @@ def time_runs(workload: Workload, names: tuple[str, ...], seconds: float) -> dic
         if runs[name].error is None:
             runs[name].timing = _merged(timings)
     return runs
+
+
+def _timed(step: Callable[[], Any], device: str, seconds: float) -> Timing:
+    if ranks.count() > 1:
+        return ranks.timed(step, device, seconds)
+    return interleaved({"step": step}, device, seconds, hide_host=False)["step"]
 
 
 def _merged(timings: list[Timing]) -> Timing:

@@ -10,6 +10,7 @@ from typing import Any
 from ..bench.guards import OWN_KERNEL, OWN_OP, relative
 from ..bench.measure import Timing, ratio_interval
 from ..swap import SwapReport
+from . import timeline
 from .advice import Advice, advice
 from .ranges import Amounts
 from .runs import Run, Workload
@@ -37,6 +38,8 @@ class ProfileReport:
     speedup_lo: float | None = None
     speedup_hi: float | None = None
     notes: list[str] = field(default_factory=list)
+    # Of several ranks: bars of communication and compute, run by run, on rank 0's time axis.
+    timeline: list[Row] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
 
     def run(self, name: str) -> Row | None:
@@ -69,6 +72,7 @@ class ProfileReport:
             "check_failures": self.check_failures,
             "memory": self.memory,
             "notes": self.notes,
+            "timeline": self.timeline,
         }
 
     def to_json(self) -> str:
@@ -80,7 +84,11 @@ class ProfileReport:
             if run["error"]:
                 lines.append(f"  {run['name']}: failed: {run['error']}")
             else:
-                lines.append(f"  {run['name']}: {run['ms']:.3f} ms a step")
+                line = f"  {run['name']}: {run['ms']:.3f} ms a step"
+                if "communication_ms" in run:
+                    line += f", {run['communication_ms']:.3f} of communication"
+                    line += f" ({run['hidden_ms']:.3f} beside compute)"
+                lines.append(line)
         if self.speedup is not None:
             lines.append(
                 f"  speed-up {self.speedup:.2f} [{self.speedup_lo:.2f}, {self.speedup_hi:.2f}]; "
@@ -318,6 +326,9 @@ def summarise(
             if run.memory
         },
     )
+    for name, run in good.items():
+        if run.joined is not None:
+            report.timeline += timeline.of_last_step(name, run.joined)
     ours = next((good[n] for n in OURS if n in good), None)
     if ours is not None and native is not None:
         assert native.timing is not None
@@ -380,6 +391,7 @@ def _run_row(run: Run, native: Run | None, sums: dict[Label, Sum] | None) -> Row
             "peak_mib": run.peak_mib
             if run.peak_mib is not None
             else max((b for _, b, _ in run.memory), default=0) / 2**20,
+            **timeline.amounts(run.joined),
         }
     row["trace"] = run.trace_path.name if run.trace_path else None
     return row

@@ -24,6 +24,7 @@ ACCUMULATE = "accumulate gradients"
 OUTSIDE = "outside of any op"
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+TRANSFERS = ("nccl", "gloo:")
 SPANS = ("cpu_op", "user_annotation", *LAUNCHES)
 
 Event = dict[str, Any]
@@ -86,6 +87,11 @@ class Work:
     start: float  # microseconds
     us: float
 
+    @property
+    def is_transfer(self) -> bool:
+        """Between ranks: a kernel of NCCL, or what a thread of gloo does."""
+        return self.name.startswith(TRANSFERS)
+
 
 @dataclass
 class Joined:
@@ -97,6 +103,7 @@ class Joined:
     calls: dict[Label, int]  # entered ranges
     memory: list[tuple[float, int, Label]] = field(default_factory=list)  # us, bytes, label
     device: str = "cpu"
+    transfers: list[Work] = field(default_factory=list)  # between ranks; on a GPU also in `work`
 
     @property
     def work_us(self) -> float:
@@ -215,6 +222,7 @@ def join(events: Iterable[Event]) -> Joined:
     host_us: dict[Label, float] = {}
     calls: dict[Label, int] = {}
     work: list[Work] = []
+    transfers: list[Work] = []
     launches: dict[Any, Span] = {}
     for span in everything:
         category = span.event["cat"]
@@ -232,6 +240,8 @@ def join(events: Iterable[Event]) -> Joined:
                 work.append(Work(label, span.name, span.start, own))
             if span.name.startswith(ENGINE) and label.op == ACCUMULATE:
                 calls[label] = calls.get(label, 0) + 1
+        elif device == "cpu" and span.name.startswith(TRANSFERS):
+            transfers.append(Work(Label(OUTSIDE), span.name, span.start, span.end - span.start))
         elif _own(span.name) is not None:
             label = _forward_label(span)
             calls[label] = calls.get(label, 0) + 1
@@ -244,7 +254,9 @@ def join(events: Iterable[Event]) -> Joined:
                 work.append(
                     Work(labels.of(launch), event["name"], float(event["ts"]), float(event["dur"]))
                 )
-    return Joined(steps, work, host_us, calls, _memory(events, threads, labels, in_step), device)
+        transfers = [w for w in work if w.is_transfer]
+    memory = _memory(events, threads, labels, in_step)
+    return Joined(steps, work, host_us, calls, memory, device, transfers)
 
 
 def _memory(
