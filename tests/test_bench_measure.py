@@ -107,6 +107,7 @@ print({row["impl"] for row in record["rows"]}, dict(torch._dynamo.utils.counters
 """
 
 
+@pytest.mark.slow
 def test_compiled_ahead(tmp_path):
     """The process that measures finds what another one compiled."""
     found = subprocess.run(

@@ -40,12 +40,23 @@ __attribute__((always_inline)) inline Values<float> bounded_exp_lanes(Values<flo
   return p * scale_low * scale_high;
 }
 
-__attribute__((always_inline)) inline Values<float> exp_lanes(Values<float> x) {
+// x, not below `low` nor above `high`; NaN stays.
+__attribute__((always_inline)) inline Values<float> clamped_lanes(Values<float> x, float low,
+                                                                  float high) {
   using V = Values<float>;
-  constexpr float kLow = -104, kHigh = 89;  // exp is 0 and infinity there; comparisons keep NaN
-  x = x < kLow ? V{} + kLow : x;
-  x = x > kHigh ? V{} + kHigh : x;
-  return bounded_exp_lanes(x);
+  const V least = V{} + low, most = V{} + high;
+#ifdef __AVX2__
+  // These instructions return their second operand if one is NaN. A comparison and a blend would
+  // take a third of exp's time.
+  return (V)_mm256_min_ps((__m256)most, _mm256_max_ps((__m256)least, (__m256)x));
+#else
+  x = x < least ? least : x;
+  return x > most ? most : x;
+#endif
+}
+
+__attribute__((always_inline)) inline Values<float> exp_lanes(Values<float> x) {
+  return bounded_exp_lanes(clamped_lanes(x, -104, 89));  // exp is 0 and infinity there
 }
 
 // The same for ATen's vectors, whose own exp serves the other types.

@@ -29,8 +29,12 @@ inline Vector<float> tanh_of(Vector<float> x) {
 template <class Acc, class F>
 void for_pointwise(PointwiseActivation activation, F&& f) {
   using V = Vector<Acc>;
-  if (activation == kTanh) return f([](V x) { return tanh_of(x); });
-  if (activation == kSigmoid) return f([](V x) { return V(1) / (V(1) + exp_of(x.neg())); });
+  if (activation == kTanh) {
+    return f([](V x) __attribute__((always_inline)) { return tanh_of(x); });
+  }
+  if (activation == kSigmoid) {
+    return f([](V x) __attribute__((always_inline)) { return V(1) / (V(1) + exp_of(x.neg())); });
+  }
   for_activation<Acc>(smooth_activation(activation), f);
 }
 
@@ -48,9 +52,9 @@ template <class T, class Step>
 void for_vectors(int64_t numel, const Step& step) {
   at::parallel_for(0, numel, kCpuGrain, [&](int64_t begin, int64_t end) {
     const Step own = step;  // in registers: the compiler cannot tell that no store writes `step`
-    for (int64_t i = begin; i < end; i += Elements<T>::kCount) {
-      own(i, std::min(Elements<T>::kCount, end - i));
-    }
+    int64_t i = begin;
+    for (; i + Elements<T>::kCount <= end; i += Elements<T>::kCount) own(i, Elements<T>::kCount);
+    if (i < end) own(i, end - i);
   });
 }
 
@@ -61,11 +65,12 @@ void activation_cpu(const ActivationParams& p) {
     const T* input = static_cast<const T*>(p.input);
     T* output = static_cast<T*>(p.output);
     for_pointwise<CpuCompute<T>>(p.activation, [&](auto&& activation) {
-      for_vectors<T>(p.numel, [=](int64_t i, int64_t count) {
-        auto x = Elements<T>::load(input + i, count);
-        for (auto& part : x.part) part = activation(part);
-        x.store(output + i, count);
-      });
+      for_vectors<T>(
+          p.numel, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
+            auto x = Elements<T>::load(input + i, count);
+            for (auto& part : x.part) part = activation(part);
+            x.store(output + i, count);
+          });
     });
   });
 }
@@ -77,14 +82,15 @@ void activation_backward_cpu(const ActivationBackwardParams& p) {
     const T* kept = static_cast<const T*>(p.kept);
     T* grad_input = static_cast<T*>(p.grad_input);
     for_pointwise_gradient<CpuCompute<T>>(p.activation, [&](auto&& gradient) {
-      for_vectors<T>(p.numel, [=](int64_t i, int64_t count) {
-        E dy = E::load(grad_output + i, count);
-        const E k = E::load(kept + i, count);
-        for (int part = 0; part < E::kParts; ++part) {
-          dy.part[part] = gradient(dy.part[part], k.part[part]);
-        }
-        dy.store(grad_input + i, count);
-      });
+      for_vectors<T>(
+          p.numel, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
+            E dy = E::load(grad_output + i, count);
+            const E k = E::load(kept + i, count);
+            for (int part = 0; part < E::kParts; ++part) {
+              dy.part[part] = gradient(dy.part[part], k.part[part]);
+            }
+            dy.store(grad_input + i, count);
+          });
     });
   });
 }
