@@ -46,14 +46,14 @@ def max_pool2d(
         or not (stride is None or stride.__class__ is int)
         or ceil_mode.__class__ is not bool
     ):
-        kernel_size, stride, padding, dilation, ceil_mode = pool_window(
-            "max_pool2d", kernel_size, stride, padding, dilation, ceil_mode
-        )
+        window = pool_window("max_pool2d", kernel_size, stride, padding, dilation, ceil_mode)
+    else:  # pairs pass directly: a number would be converted by torch
+        steps = () if stride is None else (stride, stride)
+        size, pad, gaps = (kernel_size,) * 2, (padding,) * 2, (dilation,) * 2
+        window = size, steps, pad, gaps, ceil_mode
     run = torch.max_pool2d if dynamo() or exporting() else ops.max_pool2d
     try:
-        return run(
-            input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode
-        )
+        return run(input, *window)
     except RuntimeError as error:
         raise _arguments.error(error, "max_pool2d", {"input": input}, {}) from None
 

@@ -298,6 +298,7 @@ def backward(
                 *(0.0, block.part.is_causal, ring.scale, [True, True, True, False]),
             )
             dkv_part = dk_part, dv_part
+        gradients.add(block, dkv_part)
         if block.step == 0:
             assert dq_part is not None  # every rank attends to its own keys
             dq_sum, dq_part = RunningSum(dq_part), None
@@ -305,7 +306,6 @@ def backward(
             dq_sum.finish(dq[:, heads], rows, dq_part)
         elif dq_part is not None:
             dq_sum.add(rows, dq_part)
-        gradients.add(block, dkv_part)
     gradients.finish()
     return dq, *gradients.targets
 
