@@ -15,7 +15,7 @@ KINDS = {
     "slower than native": ("#E69F00", "#B35900"),
     "no difference": ("#c9d1d9", "#59636e"),
 }
-LANES = {"compute": ("#56B4E9", "#0072B2"), "communication": ("#CC79A7", "#B0578A")}
+LANES = {"compute": ("#56B4E9", "#0072B2"), "communication": ("#CC79A7", "#B0578A")}  # light, dark
 BAR = 22  # pixels of height per level
 DIFFERENCE = 0.02  # of the time: smaller ones are not coloured
 
