@@ -73,7 +73,10 @@ def test_bias(worlds, swapped):
 
 
 def over_tokens(rank, ranks, dim):
-    """Gathers the tokens in front and cuts them behind; the row layer's bias has a whole gradient."""
+    """Gathers the tokens in front and cuts them behind; the row layer's bias has a whole gradient.
+
+    The last dimension is that of the features: there the bias is cut, too.
+    """
     from torch.distributed.tensor import Shard
 
     alone, model = pair()
@@ -82,7 +85,7 @@ def over_tokens(rank, ranks, dim):
     check(run(model, x), x, model, alone, (dim, rank, ranks))
 
 
-@pytest.mark.parametrize(("ranks", "dim"), [(3, 0), (2, 1), (3, 1), (4, -2)])
+@pytest.mark.parametrize(("ranks", "dim"), [(3, 0), (2, 1), (3, 1), (4, -2), (2, 2), (4, -1)])
 def test_over_tokens(worlds, ranks, dim):
     worlds(ranks).run(over_tokens, ranks, dim)
 
@@ -172,16 +175,23 @@ def test_lifetimes(worlds):
 
 
 def steps(rank):
-    """Two forwards of one input, a change of it between them, and evaluation in between."""
+    """Forwards of one input with changes of it between them, the last in evaluation; a deep copy."""
+    from torch.distributed.tensor import Shard
+
+    for layout in (None, Shard(1)):
+        alone, model = pair()
+        cut(model, {"input_layouts": layout})
+        x = given() * 1.0
+        part = x if layout is None else x.chunk(2, 1)[rank].clone()
+        for step in range(3):
+            with torch.set_grad_enabled(step != 2):
+                torch.testing.assert_close(run(model, part), run(alone, x))
+            with torch.no_grad():
+                x.mul_(2.0)
+                if part is not x:
+                    part.mul_(2.0)
     alone, model = pair()
     cut(model)
-    x = given().detach()
-    for grown in (x.requires_grad_(), x):
-        with torch.no_grad():
-            torch.testing.assert_close(run(model, grown), run(alone, grown))
-        torch.testing.assert_close(run(model, grown), run(alone, grown))
-        with torch.no_grad():
-            x.mul_(2.0)
     copied = copy.deepcopy(model)
     out = run(copied, x)
     torch.testing.assert_close(out, run(alone, x))

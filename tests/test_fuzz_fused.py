@@ -154,7 +154,8 @@ def test_linear_activation(device, dtype, name):
 def test_squeeze_excitation(device, dtype):
     def test(draw, errors):
         make = Maker(draw, device, dtype, kinds=("normal",))
-        n, (c, s) = draw(SMALL), (draw(FEATURES.filter(bool)) for _ in range(2))
+        some = FEATURES.filter(bool)
+        n, c, s = draw(SMALL), draw(some), draw(some)
         h, w = draw(SMALL), draw(SMALL)
         args = (make(n, c, h, w), make(s, c), make.maybe(s), make(c, s), make.maybe(c))
 

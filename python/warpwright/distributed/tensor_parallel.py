@@ -34,7 +34,7 @@ class _Group:
     """The ranks of a mesh with one dimension."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.size = mesh, mesh.size()
+        self.mesh, self.size, self.rank = mesh, mesh.size(), mesh.get_local_rank()
         self.name: str = mesh.get_group().group_name
 
     def sum(self, x: Tensor) -> Tensor:
@@ -172,17 +172,22 @@ class _Rows:
         whole = DTensor.from_local(part, self.group.mesh, [Partial()], run_check=False)
         return whole.redistribute(placements=[Shard(dim)]).to_local()
 
-    def bias(self, bias: Tensor) -> Tensor:
-        if isinstance(self.layout, Shard):  # each rank sees the gradient of its rows alone
-            return _Copy.apply(bias, self.group)  # type: ignore[no-any-return]
-        return bias
+    def bias(self, bias: Tensor, dims: int) -> Tensor:
+        """What this rank adds to its part of an output with so many dimensions."""
+        if not isinstance(self.layout, Shard):
+            return bias
+        whole: Tensor = _Copy.apply(bias, self.group)  # a rank's gradient is that of its part alone
+        if self.layout.dim % dims != dims - 1:
+            return whole
+        parts = whole.chunk(self.group.size)  # fewer than ranks, if the features do not suffice
+        return parts[self.group.rank] if self.group.rank < len(parts) else whole[:0]
 
     def output(self, layer: nn.Linear, x: Tensor) -> Tensor:
         if isinstance(x, DTensor):
             x = x.redistribute(placements=[Shard(x.dim() - 1)]).to_local()
         out = self.sum(_product(layer)(x, _local(layer.weight), None))
         bias = _local(layer.bias)
-        return out if bias is None else out + self.bias(bias).to(out.dtype)
+        return out if bias is None else out + self.bias(bias, out.dim()).to(out.dtype)
 
 
 def _forward(layer: Any, input: Tensor) -> Tensor:
@@ -213,9 +218,8 @@ class ColwiseParallel(TorchColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (layout,) = self.input_layouts
-        known = isinstance(layout, Replicate) or (isinstance(layout, Shard) and layout.dim != -1)
-        fits = known and _is_last(self.output_layouts[0]) and self.use_local_output
-        if not (fits and _is_plain_linear(module)):
+        fits = _is_last(self.output_layouts[0]) and self.use_local_output
+        if not (fits and isinstance(layout, Replicate | Shard) and _is_plain_linear(module)):
             return super()._apply(module, device_mesh)
         distribute_module(module, device_mesh, self._partition_linear_fn)
         return _cut(module, _Columns(device_mesh, layout))
@@ -230,7 +234,7 @@ class RowwiseParallel(TorchRowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (layout,) = self.output_layouts
-        fits = _is_last(self.input_layouts[0]) and not _is_last(layout) and self.use_local_output
+        fits = _is_last(self.input_layouts[0]) and self.use_local_output
         if not (fits and isinstance(layout, Replicate | Shard) and _is_plain_linear(module)):
             return super()._apply(module, device_mesh)
         distribute_module(module, device_mesh, self._partition_linear_fn)

@@ -161,8 +161,7 @@ class RunningSum:
         self.total = first
 
     def add(self, at: slice, part: Tensor) -> None:
-        if self.total.dtype != sum_dtype(self.total):
-            self.total = self.total.to(sum_dtype(self.total))
+        self.total = self.total.to(sum_dtype(self.total))
         self.total[:, :, at] += part
 
     def finish(self, target: Tensor, at: slice, part: Tensor | None) -> None:
@@ -171,14 +170,14 @@ class RunningSum:
             target.copy_(self.total)
             return
         torch.add(self.total[:, :, at], part, out=target[:, :, at])
-        rest = others(at, target.shape[2])
-        target[:, :, rest] = self.total[:, :, rest]
+        copy_others(target, self.total, at)
 
 
-def others(at: slice, length: int) -> slice:
-    """The positions that are not in ``at``, which begins or ends with the tensor."""
-    begin, end, _ = at.indices(length)
-    return slice(0, begin) if begin else slice(end, length)
+def copy_others(target: Tensor, source: Tensor, at: slice) -> None:
+    """Copies the positions that are not in ``at``, which begins or ends with the tensor."""
+    begin, end, _ = at.indices(target.shape[2])
+    rest = slice(0, begin) if begin else slice(end, None)
+    target[:, :, rest] = source[:, :, rest]
 
 
 class RunningSoftmax:
@@ -196,15 +195,13 @@ class RunningSoftmax:
         held.copy_(total)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        if self.out.dtype != sum_dtype(self.out):
-            self.out = self.out.to(sum_dtype(self.out))
+        self.out = self.out.to(sum_dtype(self.out))
         self._merge(rows, out, lse, self.out)
 
     def finish(self, target: Tensor, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merges the last block, and writes to ``target``."""
         self._merge(rows, out, lse, target)
-        rest = others(rows, target.shape[2])
-        target[:, :, rest] = self.out[:, :, rest]
+        copy_others(target, self.out, rows)
 
 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
