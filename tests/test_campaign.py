@@ -79,15 +79,18 @@ def test_a_fault_changes_one_result(tmp_path):
 
 def test_same_faults_for_the_same_seed():
     csrc = ROOT / "csrc"
-    files = mutate.files_with_faults(csrc)
+    files = mutate.files_of_cpu(csrc)
     assert "ops/relu/relu_cpu.cpp" in files
+    assert "ops/conv2d/cpu/common.h" in files
+    assert "ops/relu/relu.cu" in mutate.files_of_kernels(csrc)
     first, second = (mutate.Choice.of(csrc, files[:8], per_file=3, seed=5) for _ in range(2))
     assert first.mutants == second.mutants
     assert len(first.mutants) > 8
 
 
 def test_every_op_with_faults_has_tests():
-    for file in mutate.files_with_faults(ROOT / "csrc"):
+    csrc = ROOT / "csrc"
+    for file in (*mutate.files_of_cpu(csrc), *mutate.files_of_kernels(csrc)):
         op = mutation.op_of(file)
         assert op is None or op in mutation.TESTS, file
     for patterns, _ in mutation.TESTS.values():
@@ -95,6 +98,72 @@ def test_every_op_with_faults_has_tests():
             assert list((ROOT / "tests").glob(pattern)), pattern
     for file in (*mutation.SHARED, *mutation.RANDOM):
         assert (ROOT / "tests" / file).exists(), file
+
+
+KERNEL = """__launch_bounds__(128) __global__ void f(const float* x) {
+  Tile<4, 8> tile;
+  ring.wait_full(at);
+  if (lane == 0) shared[0] = max(a, b);
+  __syncthreads();
+  asm volatile("" ::"r"(a + b));
+}
+"""
+
+
+def test_faults_of_a_kernel():
+    """Barriers too; neither template arguments nor what the compiler must know."""
+    changes = {(KERNEL.count("\n", 0, s.at) + 1, s.kind) for s in mutate.sites_of(KERNEL)}
+    assert changes == {
+        (3, "barrier"),
+        (4, "condition"),
+        (4, "operator"),
+        (4, "constant"),
+        (4, "bound"),
+        (5, "barrier"),
+    }
+
+
+def test_ops_of_a_file_that_many_read():
+    readers = mutation.readers(ROOT / "csrc")
+    assert readers["ops/relu/relu.cu"] == {"relu"}
+    assert {"linear", "conv2d"} <= readers["gemm/kernel_sm90.cuh"]
+
+    def ops(file):
+        mutant = mutate.Mutant(1, file, 3, "operator", "a < b", "< becomes <=")
+        return mutation.tested_ops(mutant, sorted(readers.get(file, ())))
+
+    assert ops("ops/relu/relu.cu") == ["relu"]
+    assert ops("gemm/kernel_sm90.cuh")[:2] == ["linear", "conv2d"]
+    assert len(ops("device/vec.cuh")) == mutation.MOST_OPS
+    assert mutation.stages(ops("torch/mutating.cpp"), kernels=False) == [mutation.SHARED]
+
+
+def test_messages_of_compilers(tmp_path):
+    """The faults on the lines of errors; else those next to them. The file begins with an include."""
+    mutants = [
+        mutate.Mutant(n, file, line, "operator", "", "")
+        for n, (file, line) in enumerate([("a.cpp", 10), ("a.cpp", 40), ("b.cuh", 7)], 1)
+    ]
+    tree = mutation.Tree(tmp_path, mutate.Choice(mutants, {}), {})
+    assert tree.blamed("/x/csrc/a.cpp:11:5: error: no") == {1}
+    assert tree.blamed("/x/csrc/a.cpp:43:5: error: no") == {2}
+    assert tree.blamed("/x/csrc/b.cuh(8): error: no") == {3}
+    assert tree.blamed("/x/csrc/a.cpp:11:5: warning: so so") == set()
+
+
+def test_shards_of_sanitized_cases():
+    """Each case is in one of them."""
+    import re
+
+    patterns = suites.shards()
+    names = [
+        f"{op}-case-{dtype}"
+        for op in ("linear", "linear_activation", "relu", "attention")
+        for dtype in ("float32", "float64", "bfloat16", "float16", "tf32", "3xtf32")
+    ]
+    names += ["attention-dropout", "cross_entropy-bad-label", "conv2d-x.5-float64"]
+    for name in names:
+        assert sum(re.search(p, name) is not None for p in patterns) == 1, name
 
 
 PYTHON = '''
@@ -155,15 +224,17 @@ def test_every_python_file_with_faults_has_tests():
 
 
 class FakeRunner(mutation.Runner):
-    """Two stages; without a fault one test fails; mutant 1 is found by the second stage."""
+    """Two stages. test_tight fails without a fault; mutant 1 is found by the second stage."""
 
     def stages(self, mutant):
         return [["first"], ["second"]]
 
-    def pytest(self, arguments, mutant, limit):
+    def pytest(self, arguments, mutant):
         if mutant == 0:
-            return (["test_x.py::test_tight"] if arguments == ["first"] else []), 1.0
-        return (["test_y.py::test_z"] if (arguments, mutant) == (["second"], 1) else []), 1.0
+            return arguments[0] if "test_tight" in arguments[0] else ""
+        if arguments == ["first"]:
+            return "" if self.left_out else "test_x.py::test_tight"
+        return "test_y.py::test_z" if mutant == 1 else ""
 
 
 def test_verdicts(tmp_path):
@@ -177,14 +248,17 @@ def test_verdicts(tmp_path):
     row = mutation.report("mutation", "faults", runner, verdicts, seed=3)
     assert row.failures == ["ops/relu/x.cpp:3: < becomes <=: a < b"]
     assert row.detail == "1 killed; left out, as they fail without a fault: test_x.py::test_tight"
+    again = FakeRunner(tmp_path).judge_all([found, survivor], minutes=0)  # from the log
+    assert again == verdicts
 
 
-def test_a_build_whose_tests_fail_without_a_fault(tmp_path, monkeypatch):
-    tests = [f"test_x.py::test_{n}" for n in range(mutation.MOST_LEFT_OUT + 1)]
-    for failed in (tests, ["exit code 3"], ["longer than 3600 s"]):
-        monkeypatch.setattr(FakeRunner, "pytest", lambda *_, failed=failed: (failed, 1.0))
-        with pytest.raises(RuntimeError, match="without a fault, these fail"):
-            FakeRunner(tmp_path).measure(["first"])
+def test_a_build_whose_tests_fail_without_a_fault(tmp_path):
+    runner = FakeRunner(tmp_path)
+    assert runner.passes_without_a_fault("exit code -11")
+    for n in range(mutation.MOST_LEFT_OUT):
+        assert not runner.passes_without_a_fault(f"test_x.py::test_tight[{n}]")
+    with pytest.raises(RuntimeError, match="without a fault, these fail"):
+        runner.passes_without_a_fault("test_x.py::test_tight[more]")
 
 
 @pytest.mark.parametrize("kind", ["memory_limit", "fork", "threads"])

@@ -1,10 +1,11 @@
-"""On a GPU: CUDA graphs, a thousand repeats next to other work, and more than 2^31 and 2^32 elements."""
+"""On a GPU: CUDA graphs, repeats next to other work, and more than 2^31 and 2^32 elements."""
 
 import functools
 import itertools
 
 import pytest
 import torch
+from repeats import assert_equal_repeats
 from torch import nn
 
 import warpwright
@@ -226,25 +227,9 @@ def test_in_a_cuda_graph(make):
         assert_same(results, expected)
 
 
-def assert_a_thousand_repeats(step):
-    """The same bits every time, while another stream keeps the SMs busy at its own pace."""
-    first = step()
-    assert not any(t.isnan().any() for t in first)
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    beside, a = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda", dtype=BF16)
-    beside.wait_stream(torch.cuda.current_stream())
-    for i in range(1000):
-        with torch.cuda.stream(beside):
-            for _ in range(i % 4):
-                torch.mm(a, a)
-        for again, t in zip(step(), first, strict=True):
-            wrong += (again != t).any()
-    assert wrong.item() == 0
-
-
 @EACH
-def test_a_thousand_repeats(make):
-    assert_a_thousand_repeats(step_of(make))
+def test_repeats(make):
+    assert_equal_repeats(step_of(make))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -259,7 +244,7 @@ def test_a_thousand_repeats(make):
     ],
     ids=lambda x: x.__name__ if isinstance(x, type) else "-".join(x),
 )
-def test_a_thousand_steps_from_one_state(cls, options, dtype):
+def test_repeats_of_steps_from_one_state(cls, options, dtype):
     sizes = (1_000_003, 4096, 5, 70_001)
     start, gradients = ([random(n, dtype=dtype).detach() for n in sizes] for _ in range(2))
 
@@ -273,7 +258,7 @@ def test_a_thousand_steps_from_one_state(cls, options, dtype):
         state = [t for p in params for t in optimizer.state[p].values() if t is not None]
         return [*(p.detach() for p in params), *(t for t in state if t.is_cuda)]
 
-    assert_a_thousand_repeats(steps)
+    assert_equal_repeats(steps)
 
 
 # ---- many elements ----

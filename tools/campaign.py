@@ -55,6 +55,9 @@ PARTS = {
     "malformed": Part(calls.run, "random malformed calls, public and raw, in child processes"),
     "sanitizers": Part(sanitizers.run, "suite and calls under AddressSanitizer and UBSan", "cpu"),
     "mutation": Part(mutation.run, "small faults in the C++ sources, and who finds them", "cpu"),
+    "kernel-mutation": Part(
+        mutation.run_kernels, "small faults in the CUDA kernels, and who finds them", "cuda"
+    ),
     "python-mutation": Part(
         mutate_python.run, "small faults in the Python sources, and who finds them", "cpu"
     ),
@@ -79,6 +82,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=defaults.cases, help="calls, or cases per op")
     parser.add_argument("--minutes", type=float, default=defaults.minutes, help="at most, per part")
     parser.add_argument("--mutants", type=int, default=defaults.mutants)
+    parser.add_argument(
+        "--per-file", type=int, default=defaults.per_file, help="faults in each file of a build"
+    )
     parser.add_argument(
         "--only", default=defaults.only, help="regular expression of files, or kinds"
     )
@@ -138,7 +144,7 @@ def main() -> int:
         for name, part in PARTS.items():
             print(f"{name:18} {part.says}")
         return 0
-    fields = ("device", "seed", "cases", "minutes", "mutants", "only", "pytorch")
+    fields = ("device", "seed", "cases", "minutes", "mutants", "per_file", "only", "pytorch")
     options = Options(**{name: getattr(given, name) for name in fields})
     out = given.out or ROOT / records_folder(given.device)
     path = out / reliability.RESULT

@@ -1,9 +1,18 @@
-// Small faults in C++ sources, one of which WARPWRIGHT_MUTANT switches on when a process starts.
-// tools/campaign_parts/mutate.py writes the uses. No other build includes this file.
+// Small faults in C++ and CUDA sources, one of which WARPWRIGHT_MUTANT switches on when a process
+// starts. tools/campaign_parts/mutate.py writes the uses. No other build includes this file.
 #pragma once
 
 #include <cstdlib>
 #include <type_traits>
+
+#ifdef __CUDACC__
+#include <cuda_runtime.h>
+
+#include <vector>
+#define WARPWRIGHT_BOTH __host__ __device__
+#else
+#define WARPWRIGHT_BOTH
+#endif
 
 namespace warpwright_mutants {
 
@@ -13,27 +22,52 @@ inline int chosen() {
 }
 inline const int active = chosen();
 
+#ifdef __CUDACC__
+// Each object file has kernels, and so a switch, of its own. switch_kernels() sets them all.
+static __device__ int active_on_gpu;
+inline std::vector<cudaError_t (*)()>& setters() {
+  static std::vector<cudaError_t (*)()> all;
+  return all;
+}
+static const bool registered = [] {
+  setters().push_back([] { return cudaMemcpyToSymbol(active_on_gpu, &active, sizeof(int)); });
+  return true;
+}();
+
+// To be called once, before the first kernel. Returns a cudaError_t.
+extern "C" __attribute__((visibility("default"), used)) inline int warpwright_switch_kernels() {
+  for (const auto set : setters()) {
+    if (const cudaError_t status = set(); status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+#endif
+
 template <int kId>
-bool on() {
+WARPWRIGHT_BOTH bool on() {
+#ifdef __CUDA_ARCH__
+  return active_on_gpu == kId;
+#else
   return active == kId;
+#endif
 }
 
 template <int kId, class T>
-T constant(T value) {
+WARPWRIGHT_BOTH T constant(T value) {
   return on<kId>() ? static_cast<T>(value + 1) : value;
 }
 
 template <int kId>
-bool negated(bool condition) {
+WARPWRIGHT_BOTH bool negated(bool condition) {
   return on<kId>() != condition;
 }
 
 template <int kId, class T>
-T least(const T& a, const T& b) {
+WARPWRIGHT_BOTH T least(const T& a, const T& b) {
   return on<kId>() == (a < b) ? b : a;
 }
 template <int kId, class T>
-T most(const T& a, const T& b) {
+WARPWRIGHT_BOTH T most(const T& a, const T& b) {
   return on<kId>() == (a < b) ? a : b;
 }
 
@@ -47,11 +81,11 @@ T most(const T& a, const T& b) {
     const A& a;                                                            \
   };                                                                       \
   template <int kId, class A>                                              \
-  Name##Left<kId, A> operator RIGHT(const A& a, Name<kId>) {               \
+  WARPWRIGHT_BOTH Name##Left<kId, A> operator RIGHT(const A& a, Name<kId>) { \
     return {a};                                                            \
   }                                                                        \
   template <int kId, class A, class B>                                     \
-  auto operator RIGHT(Name##Left<kId, A> left, const B& b) {               \
+  WARPWRIGHT_BOTH auto operator RIGHT(Name##Left<kId, A> left, const B& b) { \
     using Result = std::decay_t<decltype(left.a RIGHT b)>;                 \
     if (on<kId>()) return static_cast<Result>(left.a WRONG b);             \
     return static_cast<Result>(left.a RIGHT b);                            \
@@ -66,5 +100,6 @@ WARPWRIGHT_MUTANT_OPERATOR(NotEqual, !=, ==)
 WARPWRIGHT_MUTANT_OPERATOR(Plus, +, -)
 WARPWRIGHT_MUTANT_OPERATOR(Minus, -, +)
 #undef WARPWRIGHT_MUTANT_OPERATOR
+#undef WARPWRIGHT_BOTH
 
 }  // namespace warpwright_mutants

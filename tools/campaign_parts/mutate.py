@@ -6,6 +6,7 @@ one on, so that a fault costs a run of the tests and no build. mutant.h has the 
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ OPERATORS = {
 # Text that the compiler evaluates itself, or that is no expression.
 FIXED = re.compile(
     r"^\s*(#|//|using |template|typedef|static_assert|enum |case |namespace|struct |class |m\.|friend )"
-    r"|constexpr|static const |operator|\bthrow\b"
+    r"|constexpr|static const |operator|\bthrow\b|\bWARPWRIGHT_|\basm\b|\\\\$"
 )
 
 
@@ -77,16 +78,21 @@ def _closing(text: str, begin: int, stop: str = "") -> int:
     return len(text)
 
 
-def _constant_parts(text: str) -> list[tuple[int, int]]:
-    """Ranges that must stay constant expressions: bodies and initialisers of constexpr."""
+def _parts_without_faults(text: str) -> list[tuple[int, int]]:
+    """Ranges without faults: constant expressions, template arguments, the texts of messages."""
     parts = []
     for match in re.finditer(r"\bconstexpr\b(?!\s*\()", text):
         end = re.compile(r"[;{]").search(text, match.end())
         if end is not None:
             last = _closing(text, end.end()) if end[0] == "{" else end.end()
             parts.append((match.start(), last))
-    for match in re.finditer(r"\bif constexpr \(|\bstatic_assert\(|\bnoexcept\(", text):
+    brackets = r"\bif constexpr \(|\bstatic_assert\(|\bnoexcept\(|\b__launch_bounds__\("
+    for match in re.finditer(brackets, text):
         parts.append((match.start(), _closing(text, match.end())))
+    for match in re.finditer(r"\w<([^<>;{}()]*)>", text):  # template arguments
+        parts.append(match.span(1))
+    for match in re.finditer(r"\bTORCH_CHECK\w*\(", text):  # the message
+        parts.append((_closing(text, match.end(), ","), _closing(text, match.end())))
     return parts
 
 
@@ -156,13 +162,27 @@ def _sum_sites(text: str) -> list[Site]:
     return sites
 
 
+def _barrier_sites(text: str) -> list[Site]:
+    """Statements of a kernel that wait for other threads or for memory."""
+    sites = []
+    call = (
+        r"(?<=\n)[ ]*((?:\w+(?:\(\))?(?:\.|->|::))*(?:__sync|\w*(?:wait|fence|barrier_sync))\w*\()"
+    )
+    for match in re.finditer(call, text):
+        at = match.start(1)
+        if _statement_starts(text, at):
+            edit = (at, at, f"if (!{SPACE}on<{{id}}>()) ")
+            sites.append(Site(at, "barrier", "the call is dropped", (edit,)))
+    return sites
+
+
 def _bound_sites(text: str) -> list[Site]:
     sites = []
-    for match in re.finditer(r"\bstd::(min|max)(<([\w:]+)>)?\((?!\{)", text):
+    for match in re.finditer(r"(?<![\w.>:])(?:std::)?(min|max)(<([\w:]+)>)?\((?!\{)", text):
         name = {"min": "least", "max": "most"}[match[1]]
         kind = f", {match[3]}" if match[3] else ""
         new = f"{SPACE}{name}<{{id}}{kind}>("
-        change = f"std::{match[1]} takes the other argument"
+        change = f"{match[1]} takes the other argument"
         sites.append(Site(match.start(), "bound", change, ((*match.span(), new),)))
     return sites
 
@@ -170,7 +190,7 @@ def _bound_sites(text: str) -> list[Site]:
 def sites_of(text: str) -> list[Site]:
     """Every place of a file where a fault can stand, in the order of the text."""
     plain = masked(text)
-    constant = _constant_parts(plain)
+    constant = _parts_without_faults(plain)
     found = []
     for finder in (
         _operator_sites,
@@ -178,6 +198,7 @@ def sites_of(text: str) -> list[Site]:
         _condition_sites,
         _check_sites,
         _sum_sites,
+        _barrier_sites,
         _bound_sites,
     ):
         for site in finder(plain):
@@ -197,6 +218,18 @@ def without_overlap(sites: list[Site]) -> list[Site]:
         if all(e <= b2 or e2 <= b for b, e in ranges for b2, e2 in others):
             kept.append(site)
     return kept
+
+
+def mixed(sites: list[Site], rng: random.Random) -> list[Site]:
+    """Each kind in turn, so that the first few are of different kinds."""
+    kinds: dict[str, list[Site]] = {}
+    for site in sites:
+        kinds.setdefault(site.kind, []).append(site)
+    queues = list(kinds.values())
+    for queue in (*queues, queues):
+        rng.shuffle(queue)
+    turns = itertools.zip_longest(*queues)
+    return [site for turn in turns for site in turn if site is not None]
 
 
 def mutated(text: str, sites: list[tuple[int, Site]]) -> str:
@@ -223,8 +256,7 @@ class Choice:
         chosen: dict[str, list[tuple[int, Site]]] = {}
         for file in files:
             text = (csrc / file).read_text()
-            sites = sites_of(text)
-            rng.shuffle(sites)
+            sites = mixed(sites_of(text), rng)
             for site in without_overlap(sites)[:per_file]:
                 number = len(mutants) + 1
                 line = text.count("\n", 0, site.at + 1) + 1
@@ -241,15 +273,29 @@ class Choice:
             for file, found in self.sites.items()
         }
 
-    def write(self, csrc: Path, target: Path, file: str) -> None:
-        """Writes a file with its faults to `target`."""
-        text, found = (csrc / file).read_text(), self.sites[file]
-        (target / file).write_text(mutated(text, found) if found else text)
+    def write(self, csrc: Path, target: Path) -> None:
+        """Writes the files with their faults below `target`; those that stay keep their times."""
+        for file, found in self.sites.items():
+            text = (csrc / file).read_text()
+            text = mutated(text, found) if found else text
+            if (target / file).read_text() != text:
+                (target / file).write_text(text)
 
 
-def files_with_faults(csrc: Path) -> list[str]:
-    """The sources of the CPU kernels and of the bindings."""
-    found = [
-        p for p in csrc.rglob("*.cpp") if not {"python", "host"} & {*p.relative_to(csrc).parts}
-    ]
-    return sorted(p.relative_to(csrc).as_posix() for p in found)
+NOT_IN_CPU_BUILD = {"cuda", "device", "gemm", "host", "tile"}
+
+
+def files_of_cpu(csrc: Path) -> list[str]:
+    """The CPU kernels, the bindings, and their headers. Those of an op itself plan CUDA kernels, too."""
+    found = _files(csrc, (".cpp", ".h"), NOT_IN_CPU_BUILD)
+    return [f for f in found if f.endswith(".cpp") or re.search("(^|/)(cpu|torch)/", f)]
+
+
+def files_of_kernels(csrc: Path) -> list[str]:
+    """The CUDA kernels, and the functions that launch them."""
+    return _files(csrc, (".cu", ".cuh"), set())
+
+
+def _files(csrc: Path, suffixes: tuple[str, ...], without: set[str]) -> list[str]:
+    found = [p.relative_to(csrc) for p in csrc.rglob("*") if p.suffix in suffixes]
+    return sorted(p.as_posix() for p in found if not {"python", *without} & {*p.parts})

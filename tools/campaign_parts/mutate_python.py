@@ -202,15 +202,15 @@ class PythonRunner(Runner):
         own = [p.name for pattern in TESTS[mutant.file] for p in sorted(folder.glob(pattern))]
         return [QUICK, list(dict.fromkeys(own)), SHARED]
 
-    def pytest(self, arguments: list[str], mutant: int, limit: float) -> tuple[list[str], float]:
+    def pytest(self, arguments: list[str], mutant: int) -> str:
         if mutant == 0:
-            return super().pytest(arguments, mutant, limit)
+            return super().pytest(arguments, mutant)
         file, place = self.places[mutant]
         text = (PACKAGE / file).read_text()
         target = self.folder / "python" / "warpwright" / file
         target.write_text(mutated(text, place))
         try:
-            return super().pytest(arguments, mutant, limit)
+            return super().pytest(arguments, mutant)
         finally:
             target.write_text(text)
 

@@ -1,6 +1,6 @@
 """Mutation testing: builds the sources with faults in, switches on one at a time, and runs the tests.
 
-A fault is *killed* if a test fails, the process dies, or the tests take far longer than without it.
+A fault is *killed* if a test fails that passes without it, the process dies, or a test hangs.
 It *survives* if the random cases, all tests of its op, and the tests that all ops share pass.
 """
 
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import random
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.utils import cpp_extension
+import torch
 
-from .mutate import Choice, Mutant, files_with_faults
-from .result import ROOT, Options, Row
+from warpwright.bench import sources
+
+from .mutate import Choice, Mutant, files_of_cpu, files_of_kernels
+from .result import PROCESSES, ROOT, Options, Row
 
 # The tests of an op's folder; the shared ones follow with the op's names as -k.
 TESTS = {
@@ -35,29 +38,44 @@ TESTS = {
     "cross_entropy": (["test_cross_entropy*.py"], "cross_entropy"),
     "gated_activation": (["test_gated_activation.py"], "gated or glu"),
     "rotary_embedding": (["test_rotary_embedding.py"], "rotary"),
-    "layer_norm": (["test_layer_norm.py"], "norm"),
+    "layer_norm": (["test_layer_norm.py", "test_add_norm.py", "test_norm_dtype.py"], "norm"),
     "group_norm": (["test_group_norm.py"], "group_norm or instance_norm"),
     "activation": (["test_activation.py"], "gelu or silu or sigmoid or tanh or activation"),
     "dropout": (["test_dropout.py"], "dropout"),
     "squeeze_excitation": (["test_squeeze_excitation*.py"], "squeeze"),
     "embedding": (["test_embedding*.py"], "embedding"),
     "softmax": (["test_softmax.py"], "softmax"),
-    "linear_8bit": (["test_linear_8bit.py"], "int8 or fp8 or quantize or scaled"),
+    "linear_8bit": (
+        ["test_linear_8bit.py", "test_quantize.py"],
+        "int8 or fp8 or quantize or scaled",
+    ),
     "reduction": (["test_reduction.py"], "sum or mean or amax or logsumexp or var or std"),
     "scan": (
         ["test_cumsum.py", "test_cumprod.py", "test_linear_scan.py"],
         "cumsum or cumprod or logcumsumexp or linear_scan",
     ),
     "fft_conv": (["test_fft_conv.py"], "fft"),
-    "linear": (["test_linear.py", "test_linear_tiles.py", "test_linear_activation.py"], "linear"),
-    "linear_quantized": (["test_linear_quantized.py"], "quantized"),
+    "linear": (
+        [
+            *("test_linear.py", "test_linear_tiles.py", "test_linear_activation.py", "test_mlp.py"),
+            *("test_linear_transposed.py", "test_linear_cluster_split.py", "test_split_qkv.py"),
+            *("test_autocast_products.py", "test_float32_precision.py", "test_weight_copies.py"),
+        ],
+        "linear or mlp or split_qkv",
+    ),
+    "linear_quantized": (["test_linear_quantized.py", "test_quantize.py"], "quantized"),
     "linear_cross_entropy": (["test_linear_cross_entropy*.py"], "cross_entropy"),
     "max_pool2d": (["test_max_pool2d.py", "test_relu_max_pool2d.py"], "pool"),
-    "optim": (["test_optim*.py"], "optim or sgd or adam"),
+    "optim": (["test_optim*.py"], "optim or sgd or adam or grad_norm"),
     "relu": (["test_relu.py"], "relu"),
 }
 SHARED = [
     "test_raw_arguments.py",
+    "test_raw_memory.py",
+    "test_arguments.py",
+    "test_direct_call.py",
+    "test_explain.py",
+    "test_kinds.py",
     "test_malformed_windows.py",
     "test_dense_outputs.py",
     "test_derivatives.py",
@@ -66,16 +84,18 @@ SHARED = [
     "test_batching_attention.py",
     "test_batching_fused.py",
     "test_registration.py",
-    "test_kinds.py",
     "test_threads.py",
     "test_conformance_op_db.py",
 ]
 RANDOM = ["test_fuzz.py", "test_fuzz_fused.py"]  # first: they find most faults in seconds
-EVERY = ["relu", "max_pool2d", "linear", "layer_norm"]  # for what no op owns
-SLOWER = 6  # times the run without a fault: the fault hangs
+EVERY = ["layer_norm", "linear", "max_pool2d", "conv2d", "attention", "reduction", "softmax"]
+MOST_OPS = 3  # of EVERY, for a file that no op owns
+HANG = 120  # seconds of one test; a process that takes longer ends
 # The switches change where the compiler contracts products and sums. A test of fixed tolerances may
 # therefore fail without a fault. It is left out; more of them are a broken build.
 MOST_LEFT_OUT = 5
+MOST_ROUNDS = 20  # of compiling and dropping faults
+MUTANTS = "mutants.json"
 
 
 def op_of(file: str) -> str | None:
@@ -83,115 +103,111 @@ def op_of(file: str) -> str | None:
     return parts[1] if parts[0] == "ops" else None
 
 
-def stages(mutant: Mutant) -> list[list[str]]:
+def readers(csrc: Path) -> dict[str, set[str]]:
+    """For each source, the folders of csrc/ops that it is part of: by the includes."""
+    found: dict[str, set[str]] = {}
+    for op in sorted(p.name for p in (csrc / "ops").iterdir()):
+        for path in sources.with_includes(sources.files_in(csrc / "ops" / op), csrc):
+            found.setdefault(path.relative_to(csrc).as_posix(), set()).add(op)
+    return found
+
+
+def tested_ops(mutant: Mutant, readers: list[str]) -> list[str]:
+    """The op that owns the file, else some of those that read it. None: it belongs to no op's files."""
+    own = op_of(mutant.file)
+    if own is not None:
+        return [own]
+    return [*(op for op in EVERY if op in readers), *readers][:MOST_OPS]
+
+
+def stages(ops: list[str], kernels: bool) -> list[list[str]]:
     """The pytest arguments to run in turn until one fails."""
-    op = op_of(mutant.file)
-    ops = EVERY if op is None else [op]
+    ops = list(dict.fromkeys(ops))
+    if not ops:
+        return [SHARED]
     own = [p.name for o in ops for g in TESTS[o][0] for p in sorted((ROOT / "tests").glob(g))]
     names = " or ".join(TESTS[o][1] for o in ops)
-    malformed = ["test_malformed_calls.py", "-k", "raw"]
-    return [
-        [*RANDOM, "-k", names],
-        list(dict.fromkeys(own)),
-        [*SHARED, "-k", names],
-        malformed,
-    ]
+    found = [[*RANDOM, "-k", names], list(dict.fromkeys(own)), [*SHARED, "-k", names]]
+    return found if kernels else [*found, ["test_malformed_calls.py", "-k", "raw"]]
 
 
 class Tree:
-    """A package whose library has the faults of a choice in.
+    """A copy of this checkout whose sources have the faults of a choice, built by its own setup.py."""
 
-    Only files with faults are compiled, by the flags of this checkout's build; all other objects are
-    that build's.
-    """
-
-    def __init__(self, folder: Path, choice: Choice):
+    def __init__(self, folder: Path, choice: Choice, environment: dict[str, str]):
         self.folder, self.choice = folder, choice
-        rules = sorted(ROOT.glob("build/**/build.ninja"), key=lambda p: p.stat().st_mtime)
-        rules = [p for p in rules if "sanitize" not in p.parts and any(p.parent.rglob("*_cpu.o"))]
-        if not rules:
-            raise SystemExit(
-                "campaign: mutation: no build here; first run setup.py build_ext --inplace"
-            )
-        self.built = rules[-1].parent
-        self.cuda = any(self.built.rglob("relu.o"))
-        objects = {o.relative_to(self.built / "csrc").with_suffix("") for o in self.objects()}
-        missing = [f for f in choice.sites if Path(f).with_suffix("") not in objects]
-        if missing:
-            raise SystemExit(f"campaign: mutation: {self.built} has no object of {missing[0]}")
-
-    def objects(self) -> list[Path]:
-        """The build's objects, less those of sources that are gone and of the Python module."""
-        found = []
-        for made in sorted(self.built.rglob("*.o")):
-            source = ROOT / made.relative_to(self.built)
-            exists = any(source.with_suffix(s).exists() for s in (".cpp", ".cu"))
-            if exists and "python" not in made.relative_to(self.built).parts:
-                found.append(made)
-        return found
+        jobs = {"MAX_JOBS": os.environ.get("MAX_JOBS", str(PROCESSES))}
+        self.environment = {**os.environ, **jobs, **environment}
 
     def make(self) -> None:
         """Builds; faults that do not compile are dropped from the choice."""
-        ignored = shutil.ignore_patterns("__pycache__", "libwarpwright.so")
-        package = self.folder / "python" / "warpwright"
-        shutil.copytree(ROOT / "python" / "warpwright", package, ignore=ignored, dirs_exist_ok=True)
-        shutil.copytree(ROOT / "csrc", self.folder / "csrc", dirs_exist_ok=True)
-        shutil.copy2(Path(__file__).with_name("mutant.h"), self.folder / "csrc" / "mutant.h")
-        for file in self.choice.sites:
-            self.compile(file)
-        self.link(package / "libwarpwright.so")
-
-    def compile(self, file: str) -> None:
-        source = self.folder / "csrc" / file
-        target = (self.folder / "objects" / file).with_suffix(".o")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        command = [*compiler(), *flags(self.cuda), f"-I{self.folder / 'csrc'}"]
-        command += ["-c", str(source), "-o", str(target)]
-        for _ in range(20):
-            self.choice.write(ROOT / "csrc", self.folder / "csrc", file)
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                return
-            bad = self.blamed(file, done.stderr)
+        self.copy()
+        for _ in range(MOST_ROUNDS):
+            self.choice.write(ROOT / "csrc", self.folder / "csrc")
+            messages = self.build()
+            if not messages:
+                break
+            bad = self.blamed(messages)
             if not bad:
-                raise RuntimeError(f"{file} with faults fails for no fault:\n{done.stderr[-3000:]}")
-            print(f"mutation: {file}: {len(bad)} faults do not compile", flush=True)
+                raise RuntimeError(f"the build fails for no fault:\n{messages[-3000:]}")
+            print(f"mutation: {len(bad)} faults do not compile", flush=True)
             self.choice.drop(bad)
-        raise RuntimeError(f"{file} with faults still fails after 20 rounds")
+        else:
+            raise RuntimeError(f"the build still fails after {MOST_ROUNDS} rounds")
+        read = readers(ROOT / "csrc")
+        self.save({m.file: sorted(read.get(m.file, ())) for m in self.choice.mutants})
 
-    def link(self, library: Path) -> None:
-        changed = {Path(file).with_suffix(".o") for file in self.choice.sites}
-        base = self.built / "csrc"
-        objects = [o for o in self.objects() if o.relative_to(base) not in changed]
-        objects += [self.folder / "objects" / file for file in changed]
-        folders = cpp_extension.library_paths("cuda" if self.cuda else "cpu")
-        libraries = ["c10", "torch", "torch_cpu"]
-        libraries += ["cudart", "c10_cuda", "torch_cuda"] if self.cuda else []
-        command = [*compiler(), "-shared", "-fopenmp", "-s", *map(str, objects)]
-        command += [f"-L{f}" for f in folders] + [f"-l{name}" for name in libraries]
-        subprocess.run([*command, "-o", str(library)], check=True)
+    def copy(self) -> None:
+        """Files that did not change keep their times, so that a second build compiles little."""
+        ignored = shutil.ignore_patterns("__pycache__", "*.so", "_built_for.txt")
+        for name in ("csrc", "python"):
+            shutil.copytree(ROOT / name, self.folder / name, ignore=ignored, dirs_exist_ok=True)
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy2(ROOT / name, self.folder / name)
+        shutil.copy2(Path(__file__).with_name("mutant.h"), self.folder / "csrc" / "mutant.h")
 
-    def blamed(self, file: str, messages: str) -> set[int]:
+    def build(self) -> str:
+        """The compilers' messages if the build fails, of as many files as fail."""
+        setup = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        rules = sorted(self.folder.glob("build/**/build.ninja"))
+        if not rules:  # setup.py writes the rules and stops at the first file that fails
+            self.run(setup, self.folder)
+            rules = sorted(self.folder.glob("build/**/build.ninja"))
+        if not rules:
+            return self.run(setup, self.folder)
+        done = self.run(["ninja", "-k", "0"], rules[0].parent)
+        return done or self.run(setup, self.folder)
+
+    def run(self, command: list[str], where: Path) -> str:
+        """What the command printed if it failed."""
+        done = subprocess.run(
+            command,
+            cwd=where,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return (done.stdout or "failed") if done.returncode else ""
+
+    def blamed(self, messages: str) -> set[int]:
         """Faults on the lines that an error, or a note of one, names; else those next to them."""
-        lines = {int(n) - 1 for n in re.findall(rf"{re.escape(file)}:(\d+):", messages)}
-        mine = [m for m in self.choice.mutants if m.file == file]
-        exact = {m.id for m in mine if m.line in lines}
-        return exact or {m.id for m in mine if any(abs(m.line - n) <= 3 for n in lines)}
+        named: dict[str, set[int]] = {}
+        told = "\n".join(line for line in messages.split("\n") if "warning" not in line)
+        for file, n in re.findall(r"csrc/([\w/.]+?)[:(](\d+)[:)]", told):
+            named.setdefault(file, set()).add(int(n) - 1)  # the file begins with an include
+        bad = set()
+        for file, lines in named.items():
+            mine = [m for m in self.choice.mutants if m.file == file]
+            exact = {m.id for m in mine if m.line in lines}
+            bad |= exact or {m.id for m in mine if any(abs(m.line - n) <= 3 for n in lines)}
+        return bad
 
-
-def compiler() -> list[str]:
-    ccache = shutil.which("ccache")
-    return [*([ccache] if ccache else []), "g++"]
-
-
-def flags(cuda: bool) -> list[str]:
-    """setup.py's for C++, but -O1: the tests ask for right results, not for speed."""
-    found = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-w"]
-    found += ["-fno-math-errno", "-fno-trapping-math"]
-    if platform.machine() in ("x86_64", "AMD64"):
-        found += ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"]
-    folders = cpp_extension.include_paths("cuda" if cuda else "cpu")
-    return found + ["-DWARPWRIGHT_WITH_CUDA=1"] * cuda + [f"-isystem{f}" for f in folders]
+    def save(self, ops: dict[str, list[str]]) -> None:
+        mutants = [m.as_dict() for m in self.choice.mutants]
+        text = json.dumps({"mutants": mutants, "ops": ops}, indent=1)
+        (self.folder / MUTANTS).write_text(text)
 
 
 @dataclass
@@ -205,20 +221,28 @@ class Verdict:
 
 @dataclass
 class Runner:
-    """Runs the tests of one mutant; knows how long each stage takes without a fault."""
+    """Runs the tests of mutants."""
 
     folder: Path
-    seconds: dict[str, float] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)  # tests that fail without a fault
+    processes: int = 1
+    kernels: bool = False  # the faults are in CUDA kernels
+    readers: dict[str, list[str]] = field(default_factory=dict)  # by file
+    passes: dict[str, bool] = field(default_factory=dict)  # tests, without a fault
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stages(self, mutant: Mutant) -> list[list[str]]:
-        return stages(mutant)
+        return stages(tested_ops(mutant, self.readers.get(mutant.file, [])), self.kernels)
 
-    def pytest(self, arguments: list[str], mutant: int, limit: float) -> tuple[list[str], float]:
-        """What failed, and the seconds. A run with a fault stops at the first failure."""
+    @property
+    def left_out(self) -> list[str]:
+        """Tests that fail without a fault."""
+        return [test for test, passes in self.passes.items() if not passes]
+
+    def pytest(self, arguments: list[str], mutant: int) -> str:
+        """The first test that failed, or how the process died. Empty: all passed."""
         environment = {
             **os.environ,
-            "PYTHONPATH": str(self.folder / "python"),
+            "PYTHONPATH": os.pathsep.join(self.python_path()),
             "WARPWRIGHT_MUTANT": str(mutant),
             "WARPWRIGHT_FUZZ_CASES": "100",
             "WARPWRIGHT_MALFORMED_CALLS": "300",
@@ -227,60 +251,74 @@ class Runner:
             # A stale .pyc of a source that was changed within a second would hide the change.
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        most = 1 if mutant else MOST_LEFT_OUT + 1
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-m", "not slow"]
-        command += ["-p", "no:cacheprovider", f"--maxfail={most}", *arguments]
+        mark = "gpu and not slow" if self.kernels else "not slow"
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "--maxfail=1", "-m", mark]
+        command += ["-p", "no:cacheprovider", f"--timeout={HANG}", "--timeout-method=thread"]
+        command += ["-p", "switch_kernels"] * self.kernels
         # pytest names tests from the folder of pyproject.toml here, and from its own folder in reports.
         command += [f"--deselect=tests/{test}" for test in self.left_out]
-        begin = time.monotonic()
-        try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT / "tests",
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=limit,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return [f"longer than {limit:.0f} s"], limit
-        seconds = time.monotonic() - begin
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=ROOT / "tests",
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode in (0, 5):  # 5: no test of that name
-            return [], seconds
-        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
-        return (failed or [f"exit code {done.returncode}"]), seconds
+            return ""
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
+        return failed[1] if failed else f"exit code {done.returncode}"
 
-    def measure(self, arguments: list[str]) -> None:
-        """Runs a stage without a fault."""
-        failed, self.seconds[" ".join(arguments)] = self.pytest(arguments, 0, 3600)
-        self.left_out += failed
-        if len(failed) > MOST_LEFT_OUT or any("::" not in test for test in failed):
-            raise RuntimeError(f"without a fault, these fail: {', '.join(failed)}")
+    def python_path(self) -> list[str]:
+        """The package with faults, and the plugin; then what this process has."""
+        mine = [str(self.folder / "python"), str(Path(__file__).parent)]
+        return mine + [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+
+    def passes_without_a_fault(self, failed: str) -> bool:
+        """Runs the test that failed without a fault, once. One that fails then is left out from now on."""
+        known = self.passes.get(failed)
+        if known is not None:
+            return known
+        passes = "::" not in failed or not self.pytest([failed], 0)
+        with self.lock:
+            self.passes[failed] = passes
+        if len(self.left_out) > MOST_LEFT_OUT:
+            raise RuntimeError(f"without a fault, these fail: {', '.join(self.left_out)}")
+        return passes
 
     def judge(self, mutant: Mutant) -> Verdict:
         for arguments in self.stages(mutant):
-            key = " ".join(arguments)
-            if key not in self.seconds:
-                self.measure(arguments)
-            failed, _ = self.pytest(arguments, mutant.id, 60 + SLOWER * self.seconds[key])
-            if failed:
-                return Verdict(mutant, failed[0])
+            while failed := self.pytest(arguments, mutant.id):
+                if self.passes_without_a_fault(failed):
+                    return Verdict(mutant, failed)
         return Verdict(mutant, "")
 
     def judge_all(self, mutants: list[Mutant], minutes: float) -> list[Verdict]:
-        """In order, until the time is over; each verdict is printed and logged."""
-        begin, verdicts = time.monotonic(), []
-        with (self.folder / "verdicts.jsonl").open("a") as lines:
-            for mutant in mutants:
-                if time.monotonic() - begin > minutes * 60:
-                    break
-                verdicts.append(self.judge(mutant))
-                lines.write(json.dumps(verdicts[-1].as_dict()) + "\n")
+        """In order, until the time is over. The log keeps the verdicts, so a later run goes on."""
+        end = time.monotonic() + minutes * 60
+        log = self.folder / "verdicts.jsonl"
+        known = {}
+        for line in log.read_text().splitlines() if log.exists() else []:
+            entry = json.loads(line)
+            known[entry["id"]] = entry["killed_by"]
+        lines = log.open("a")
+
+        def judge(mutant: Mutant) -> Verdict | None:
+            if mutant.id in known:
+                return Verdict(mutant, known[mutant.id])
+            if time.monotonic() > end:
+                return None
+            verdict = self.judge(mutant)
+            with self.lock:
+                lines.write(json.dumps(verdict.as_dict()) + "\n")
                 lines.flush()
-                verdict = verdicts[-1].killed_by or "SURVIVED"
-                print(f"mutation: {mutant.file}:{mutant.line} {verdict}", flush=True)
-        return verdicts
+                said = verdict.killed_by or "SURVIVED"
+                print(f"mutation: {mutant.id}: {mutant.file}:{mutant.line} {said}", flush=True)
+            return verdict
+
+        with lines, ThreadPoolExecutor(self.processes) as pool:
+            return [v for v in pool.map(judge, mutants) if v is not None]
 
 
 def report(part: str, what: str, runner: Runner, verdicts: list[Verdict], seed: int) -> Row:
@@ -316,17 +354,38 @@ def order(mutants: list[Mutant], seed: int) -> list[Mutant]:
     return found
 
 
+def prepared(folder: Path, files: list[str], options: Options, cuda: bool) -> dict[str, Any]:
+    """The mutants of these files and their ops; builds them unless the folder has them."""
+    made = folder / MUTANTS
+    if not made.exists():
+        files = [f for f in files if re.search(options.only, f)]
+        choice = Choice.of(ROOT / "csrc", files, options.per_file, options.seed)
+        Tree(folder, choice, {"FORCE_CUDA": "1"} if cuda else {"NO_CUDA": "1"}).make()
+    found: dict[str, Any] = json.loads(made.read_text())
+    return found
+
+
+def judged(folder: Path, found: dict[str, Any], runner: Runner, options: Options) -> list[Verdict]:
+    mutants = [Mutant(**m) for m in found["mutants"] if re.search(options.only, m["file"])]
+    return runner.judge_all(order(mutants, options.seed)[: options.mutants], options.minutes)
+
+
 def run(options: Options) -> list[Row]:
     folder = ROOT / "build" / "mutants"
-    csrc = ROOT / "csrc"
-    files = [f for f in files_with_faults(csrc) if re.search(options.only, f)]
-    choice = Choice.of(csrc, files, per_file=12, seed=options.seed)
-    Tree(folder, choice).make()
-    (folder / "mutants.json").write_text(
-        json.dumps([m.as_dict() for m in choice.mutants], indent=1)
-    )
-    mutants = order(choice.mutants, options.seed)[: options.mutants]
-    runner = Runner(folder)
-    verdicts = runner.judge_all(mutants, options.minutes)
+    found = prepared(folder, files_of_cpu(ROOT / "csrc"), options, cuda=False)
+    runner = Runner(folder, processes=PROCESSES, readers=found["ops"])
+    verdicts = judged(folder, found, runner, options)
     what = "small faults in CPU kernels and bindings that the tests find"
     return [report("mutation", what, runner, verdicts, options.seed)]
+
+
+def run_kernels(options: Options) -> list[Row]:
+    """Without a GPU it builds alone. A machine with one then runs the folder that was built."""
+    folder = ROOT / "build" / "kernel-mutants"
+    found = prepared(folder, files_of_kernels(ROOT / "csrc"), options, cuda=True)
+    what = "small faults in CUDA kernels that the tests find"
+    if not torch.cuda.is_available():
+        return [Row(part="kernel-mutation", what=what, unit="mutants", not_run="needs a GPU")]
+    runner = Runner(folder, processes=PROCESSES, kernels=True, readers=found["ops"])
+    verdicts = judged(folder, found, runner, options)
+    return [report("kernel-mutation", what, runner, verdicts, options.seed)]

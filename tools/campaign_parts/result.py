@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+PROCESSES = len(os.sched_getaffinity(0))  # that compile or test at once
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Options:
     cases: int = 5000  # calls per kind, and random cases per op
     minutes: float = 60.0  # of a part that stops by time
     mutants: int = 200
+    per_file: int = 12  # faults in each file of a build
     only: str = ""  # a regular expression of the files that get faults
     pytorch: Path | None = None  # a checkout of PyTorch
 

@@ -7,15 +7,20 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from .result import ROOT, Options, Row
+from .result import PROCESSES, ROOT, Options, Row
 
 NO_GPU = "needs a GPU"
+# By pytest-xdist; tests/gpu_sharing.py gives tests that need much memory the GPU alone.
+IN_PARALLEL = ["-n", "auto", "--dist", "worksteal", "--timeout=0"]
+REPEATED = ["test_repeats.py", "test_stress.py", "-k", "repeats"]
 
 
 @dataclass
@@ -83,24 +88,35 @@ def fuzz(options: Options) -> list[Row]:
     ]
 
 
+REPEATS = 10_000
+
+
 def gpu_suite(options: Options) -> list[Row]:
-    """What the suite has for a GPU alone, by the names of its tests."""
+    """What the suite has for a GPU alone."""
+    repeats = {"WARPWRIGHT_REPEATS": str(REPEATS)}
+    portable = {"WARPWRIGHT_PATH": "portable"}
     parts = [
-        ("repeats", "a thousand bit-equal repeats beside a busy stream", "test_a_thousand", {}),
-        ("large", "ops beyond 2^31 and 2^32 elements", "test_large", {}),
-        ("portable", "the suite on the portable kernels", "", {"WARPWRIGHT_PATH": "portable"}),
+        ("repeats", f"{REPEATS:,} bit-equal repeats beside a busy stream", REPEATED, repeats),
+        ("large", "ops beyond 2^31 and 2^32 elements", ["test_stress.py", "-k", "test_large"], {}),
+        (
+            "portable",
+            "the suite on the portable kernels",
+            ["-m", "gpu and not slow", "."],
+            portable,
+        ),
     ]
     rows = []
-    for part, what, names, environment in parts:
+    for part, what, chosen, environment in parts:
         row = Row(part=part, what=what, unit="tests")
+        rows.append(row)
         if not torch.cuda.is_available():
             row.not_run = NO_GPU
+        elif not re.search(options.only, part):
+            row.not_run = "left out by --only"
         else:
-            chosen = ["test_stress.py", "-k", names] if names else ["-m", "gpu and not slow", "."]
-            found = pytest(chosen, environment, options.minutes * 60)
+            found = pytest([*chosen, *IN_PARALLEL], environment, options.minutes * 60)
             row.cases = len(found.passed) + len(found.failed)
             row.failures = [f"{name}: {why}" for name, why in found.failed.items()]
-        rows.append(row)
     return rows
 
 
@@ -184,38 +200,83 @@ def upstream(options: Options) -> list[Row]:
     return [row]
 
 
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+# Ops with many cases; a process then has those of one data type.
+MANY_CASES = {"linear", "linear_activation", "linear_quantized", "conv2d", "attention"}
+ENDS = ("[-.]float64$", "bfloat16$", "-float16$", "32$")
+
+
+def shards() -> list[str]:
+    """Regular expressions of sanitize_cases.py: each case is found by one of them."""
+    from sanitize_cases import CASES
+
+    found = []
+    for op in sorted(CASES, key=lambda op: op not in MANY_CASES):  # the longest first
+        if op in MANY_CASES:
+            found += [f"^{op}-.*{end}" for end in ENDS]
+            found.append(f"^{op}-(?!.*({'|'.join(ENDS)}))")
+        else:
+            found.append(f"^{op}-")
+    return found
+
+
 def sanitized_cases(options: Options) -> list[Row]:
     """compute-sanitizer over tools/sanitize_cases.py: every kernel variant on a GPU."""
     rows = []
-    for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
+    for tool in TOOLS:
         row = Row(part="compute-sanitizer", what=f"{tool}, a case per kernel variant")
         rows.append(row)
         if not torch.cuda.is_available():
             row.not_run = NO_GPU
-            continue
-        command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
-        command += ["--kernel-name-exclude", "kns=nvjet"]
-        command += ["--padding=64"] if tool == "memcheck" else []
-        command += [sys.executable, str(ROOT / "tools" / "sanitize_cases.py")]
-        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        environment["PYTHONPATH"] = str(ROOT / "python")
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=options.minutes * 60,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            row.not_run = str(error)
-            continue
-        cases = re.search(r"^(\d+) cases", done.stdout, re.MULTILINE)
-        row.cases = int(cases[1]) if cases else 0
-        # The exit code alone is not enough: the summary line counts the reports.
-        summary = re.search(r"ERROR SUMMARY: (\d+)|(\d+) hazards? displayed", done.stdout)
-        clean = done.returncode == 0 and summary is not None and not int(summary[1] or summary[2])
-        if not clean:
-            row.failures = [done.stdout[-1500:]]
+        elif not re.search(options.only, tool):
+            row.not_run = "left out by --only"
+        else:
+            sanitize(row, tool, time.monotonic() + options.minutes * 60)
     return rows
+
+
+def sanitize(row: Row, tool: str, end: float) -> None:
+    """Runs the shards, several at once; those that have not ended at `end` are named in the row."""
+    left = []
+
+    def one(pattern: str) -> None:
+        limit = end - time.monotonic()
+        found = sanitized_shard(tool, limit, pattern) if limit > 0 else None
+        if found is None:
+            left.append(pattern)
+            return
+        row.cases += found[0]
+        row.failures += found[1]
+        print(f"{tool}: {pattern}: {found[0]} cases, {len(found[1])} failed", flush=True)
+
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        list(pool.map(one, shards()))
+    if left:
+        row.detail = f"without {', '.join(sorted(left))}, which took too long"
+
+
+def sanitized_shard(tool: str, limit: float, pattern: str) -> tuple[int, list[str]] | None:
+    """How many cases ran, and what failed. None after `limit` seconds."""
+    command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
+    command += ["--kernel-name-exclude", "kns=nvjet"]
+    command += ["--padding=64"] if tool == "memcheck" else []
+    command += [sys.executable, str(ROOT / "tools" / "sanitize_cases.py"), pattern]
+    path = os.environ.get("PYTHONPATH", str(ROOT / "python"))
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path}
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    cases = re.search(r"^(\d+) cases", done.stdout, re.MULTILINE)
+    count = int(cases[1]) if cases else 0
+    # The exit code alone is not enough: the summary line counts the reports.
+    summary = re.search(r"ERROR SUMMARY: (\d+)|(\d+) hazards? displayed", done.stdout)
+    clean = done.returncode == 0 and summary is not None and not int(summary[1] or summary[2])
+    return count, [] if clean else [f"{pattern}: {done.stdout[-1500:]}"]
