@@ -117,6 +117,9 @@ def test_nothing_random(device):
     assert F.dropout(x, 0.5, False) is x
     assert_same(F.dropout(x, 0.0), x)
     assert not F.dropout(x, 1.0).any()
+    state = torch.tensor([3, 4], device=device)
+    assert not torch.ops.warpwright.dropout_backward(x, state, 1.0).any()
+    assert_same(torch.ops.warpwright.dropout_backward(x, state, 0.0), x)
     assert F.dropout(x[:0], 0.5).numel() == 0
     assert torch.equal(torch.get_rng_state(), before) or device == "cpu"
 

@@ -37,6 +37,7 @@ SHIPPED = {
     "scan": "ops/scan/cuda/launch.cuh",
     "batch_norm": "ops/batch_norm/cuda/rows.cuh",
     "attention": "ops/attention/cuda/sm90/forward.cuh",
+    "conv2d": "ops/conv2d/cuda/sm90/launch.cuh",
 }
 NEEDS_SM90 = {
     "matmul": [7, 8, 9, 10],
@@ -44,6 +45,7 @@ NEEDS_SM90 = {
     "scan": [],
     "batch_norm": [],
     "attention": [6],
+    "conv2d": [5, 6, 7, 8],
 }
 
 

@@ -133,6 +133,9 @@ WRONG = [
         "",
         "nan|math domain|ZeroDivision|ValueError",
     ),
+    ("ladder_conv2d", "tap // 3 * (side + 2)", "tap // 3 * side", r"shift_of_tap\(3, 5\) is 5"),
+    ("ladder_conv2d", "0 <= x < side", "x < side", r"under_tap\(0, 0, 0, 5\)"),
+    ("ladder_conv2d", "-(-side * (side + 2) // columns)", "1", r"stored_share\(56, 256\)"),
     (
         "ladder_batch_norm",
         "max(itemsize, stride_bytes)",

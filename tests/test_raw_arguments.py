@@ -219,6 +219,11 @@ CASES = [
     ("linear_cross_entropy_backward", "bias", lambda _: None, "output_mask: expected a bias"),
     ("grad_norm", "grad_scale", lambda _: torch.ones(2), "grad_scale: expected 1 element"),
     *(
+        (op, "counter", lambda _: [torch.zeros((), dtype=torch.int32)] * 2, "counter: expected")
+        for op in ("grad_norm", "sgd_step_", "adam_step_")
+        if "counter" in names_of(op)
+    ),
+    *(
         ("sgd_step_", "clip", change, "clip: expected")
         for change in (
             lambda _: torch.ones(3, dtype=torch.float64),

@@ -393,6 +393,46 @@ def of_its_tiles(answer: ModuleType) -> None:
         close(f"bytes_per_product({queries})", answer.bytes_per_product(queries), wanted)
 
 
+# ---- ladder_conv2d ----
+
+
+@checks("ladder_conv2d")
+def of_a_layer(answer: ModuleType) -> None:
+    expect("flops(256, 56, 64, 64, 9)", answer.flops(256, 56, 64, 64, 9), 59190018048)
+    expect("image_bytes(256, 56, 64, 2)", answer.image_bytes(256, 56, 64, 2), 102760448)
+    got = answer.windows_bytes(256, 56, 64, 9, 2)
+    expect("windows_bytes(256, 56, 64, 9, 2)", got, 924844032)
+    for side, reach, wanted in ((8, 1, 1.5625), (1, 1, 9.0), (4, 0, 1.0)):
+        call = f"reads_of_a_patch({side}, {reach})"
+        close(call, answer.reads_of_a_patch(side, reach), wanted)
+
+
+@checks("ladder_conv2d")
+def of_its_taps(answer: ModuleType) -> None:
+    """As torch's unfold finds the windows of an image whose elements are their own places."""
+    side = 5
+    places = torch.arange(1.0, side * side + 1).view(1, 1, side, side)
+    windows = torch.nn.functional.unfold(places, 3, padding=1)[0].int().tolist()
+    padded = torch.nn.functional.pad(places, (1, 1, 1, 1)).flatten().int().tolist()
+    for tap in range(9):
+        shift = answer.shift_of_tap(tap, side)
+        for row, col in itertools.product(range(side), range(side)):
+            wanted = windows[tap][row * side + col]
+            at = answer.under_tap(row, col, tap, side)
+            found = 0 if at is None else at[0] * side + at[1] + 1
+            assert found == wanted, f"under_tap({row}, {col}, {tap}, {side}) is {at}"
+            found = padded[row * (side + 2) + col + shift]
+            assert found == wanted, f"shift_of_tap({tap}, {side}) is {shift}"
+
+
+@checks("ladder_conv2d")
+def of_its_tiles_of_places(answer: ModuleType) -> None:
+    for side, columns in ((56, 256), (7, 256), (14, 16)):
+        tiles = math.ceil(side * (side + 2) / columns)
+        call = f"stored_share({side}, {columns})"
+        close(call, answer.stored_share(side, columns), side**2 / tiles / columns)
+
+
 # ---- ladder_batch_norm ----
 
 

@@ -20,7 +20,7 @@ from .result import PROCESSES, ROOT, Options, Row
 NO_GPU = "needs a GPU"
 # By pytest-xdist; tests/gpu_sharing.py gives tests that need much memory the GPU alone.
 IN_PARALLEL = ["-n", "auto", "--dist", "worksteal", "--timeout=0"]
-REPEATED = ["test_repeats.py", "test_stress.py", "-k", "repeats"]
+REPEATED = ["test_stress.py", "-k", "repeats"]
 
 
 @dataclass

@@ -84,6 +84,12 @@ LADDERS = (
         (Work("attention", "cuDNN", "heads × tokens"),),
         links=("ops/attention/cuda/sm90/row_stats.cu",),
     ),
+    Ladder(
+        "conv2d",
+        "ladder-conv.md",
+        "ladder_conv2d.json",
+        (Work("conv2d", "cuDNN", "images × side"),),
+    ),
 )
 RESULTS = tuple(ladder.result for ladder in LADDERS)
 
