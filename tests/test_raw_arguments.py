@@ -111,6 +111,61 @@ def test_storage_that_is_gone_beside_differentiated_tensors(device, op, narrow):
                 overload(op)(*args)
 
 
+# ---- arguments without a derivative ----
+
+STATISTICS = ("mean", "rstd")
+WITHOUT_DERIVATIVE = {
+    "attention_backward": ("lse",),
+    "attention_varlen_backward": ("lse",),
+    "attention_with_kv_cache": ("query", "k_cache", "v_cache"),
+    "batch_norm_activation_backward": STATISTICS,
+    "batch_norm_backward": STATISTICS,
+    "batch_norm_relu_backward": STATISTICS,
+    "batch_norm_relu_max_pool2d_backward": (*STATISTICS, "winners"),
+    "batch_norm_update": ("running_mean", "running_var"),
+    "conv2d_batch_norm_update": ("running_mean", "running_var"),
+    "cross_entropy_backward": ("weight", "row_stats", "total_weight"),
+    "embedding_renorm_": ("weight",),
+    "group_norm_backward": STATISTICS,
+    "kv_cache_append_": ("k_cache", "v_cache", "k", "v"),
+    "layer_norm_backward": STATISTICS,
+    "linear_quantized": ("scales",),
+    "linear_quantized_backward": ("scales",),
+    "rms_norm_backward": ("rstd",),
+    "rotary_embedding": ("cos", "sin"),
+    "scaled_linear": ("input_scale", "weight_scale", "bias"),
+    "squeeze_excitation_backward": ("mean", "hidden", "scale"),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "forward_mode"),
+    [
+        (op, name, forward_mode)
+        for op, names in WITHOUT_DERIVATIVE.items()
+        for name in names
+        for forward_mode in (False, True)
+        # The output of training does not depend on them: native keeps their tangents, too.
+        if not (forward_mode and name.startswith("running_"))
+    ],
+)
+def test_an_argument_without_a_derivative(device, op, name, forward_mode):
+    """Its gradient or tangent would be lost without a word."""
+    i, tried = names_of(op).index(name), 0
+    for args in calls_of(device, op):
+        if not isinstance(args[i], torch.Tensor) or not args[i].is_floating_point():
+            continue
+        tried += 1
+        with torch.autograd.forward_ad.dual_level():
+            if forward_mode:
+                args[i] = torch.autograd.forward_ad.make_dual(args[i], torch.ones_like(args[i]))
+            else:
+                args[i] = args[i].detach().requires_grad_()
+            with pytest.raises(RuntimeError, match="is not differentiable"):
+                overload(op)(*args)
+    assert tried
+
+
 # ---- numbers that are no dtype ----
 
 DTYPES = [
@@ -217,6 +272,10 @@ CASES = [
     ("linear_cross_entropy_backward", "grad_output", meta, DEVICE),
     ("linear_cross_entropy_backward", "grad_lse", one_more, SHAPE),
     ("linear_cross_entropy_backward", "bias", lambda _: None, "output_mask: expected a bias"),
+    *(
+        ("batch_norm_relu_max_pool2d_backward", name, meta, DEVICE)
+        for name in ("codes", "winners", "mean", "rstd", "grad_output")
+    ),
     ("grad_norm", "grad_scale", lambda _: torch.ones(2), "grad_scale: expected 1 element"),
     *(
         (op, "counter", lambda _: [torch.zeros((), dtype=torch.int32)] * 2, "counter: expected")

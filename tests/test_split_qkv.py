@@ -100,6 +100,9 @@ def test_derivatives(device):
     function = lambda x: attend(x, is_causal=True)  # noqa: E731
     assert gradcheck(function, (qkv,), check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(function, (qkv,))
+    odd = torch.randn(2, 5, 3 * 12, dtype=torch.float64, device=device, requires_grad=True)
+    thirds = lambda x: [t * t for t in ops.split_qkv(x, 3)]  # noqa: E731
+    assert gradgradcheck(thirds, (odd,))  # no two extents alike
     with forward_ad.dual_level():
         tangent = torch.randn_like(qkv)
         mine, native = (
