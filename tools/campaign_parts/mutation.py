@@ -26,6 +26,7 @@ from warpwright.bench import sources
 
 from .mutate import Choice, Mutant, files_of_cpu, files_of_kernels
 from .result import PROCESSES, ROOT, Options, Row
+from .survivors import reason
 
 # The tests of an op's folder; the shared ones follow with the op's names as -k.
 TESTS = {
@@ -113,22 +114,26 @@ def readers(csrc: Path) -> dict[str, set[str]]:
 
 
 def tested_ops(mutant: Mutant, readers: list[str]) -> list[str]:
-    """The op that owns the file, else some of those that read it. None: it belongs to no op's files."""
+    """The op that owns the file, and some of those that read it. None: it belongs to no op's files."""
     own = op_of(mutant.file)
-    if own is not None:
-        return [own]
-    return [*(op for op in EVERY if op in readers), *readers][:MOST_OPS]
+    first = [own] if own is not None else [op for op in EVERY if op in readers]
+    return list(dict.fromkeys([*first, *readers]))[:MOST_OPS]
 
 
 def stages(ops: list[str], kernels: bool) -> list[list[str]]:
     """The pytest arguments to run in turn until one fails."""
-    ops = list(dict.fromkeys(ops))
     if not ops:
         return [SHARED]
-    own = [p.name for o in ops for g in TESTS[o][0] for p in sorted((ROOT / "tests").glob(g))]
     names = " or ".join(TESTS[o][1] for o in ops)
-    found = [[*RANDOM, "-k", names], list(dict.fromkeys(own)), [*SHARED, "-k", names]]
-    return found if kernels else [*found, ["test_malformed_calls.py", "-k", "raw"]]
+    found = [[*RANDOM, "-k", names], files_of(ops[0]), [*SHARED, "-k", names]]
+    if not kernels:
+        found.append(["test_malformed_calls.py", "-k", "raw"])
+    return found + [files_of(op) for op in ops[1:]]
+
+
+def files_of(op: str) -> list[str]:
+    names = [p.name for g in TESTS[op][0] for p in sorted((ROOT / "tests").glob(g))]
+    return list(dict.fromkeys(names))
 
 
 class Tree:
@@ -322,16 +327,24 @@ class Runner:
 
 
 def report(part: str, what: str, runner: Runner, verdicts: list[Verdict], seed: int) -> Row:
-    detail = f"{sum(bool(v.killed_by) for v in verdicts)} killed"
+    survivors = [v.mutant for v in verdicts if not v.killed_by]
+    explained = sum(bool(reason(m)) for m in survivors)
+    detail = f"{len(verdicts) - len(survivors)} killed"
+    if explained:
+        detail += f", {explained} of the others change no result that a test could see"
     if runner.left_out:
         detail += f"; left out, as they fail without a fault: {', '.join(runner.left_out)}"
-    survivors = [v.mutant for v in verdicts if not v.killed_by]
+
+    def described(m: Mutant) -> str:
+        why = reason(m)
+        return f"{m.file}:{m.line}: {m.change}: {m.text}" + (f" ({why})" if why else "")
+
     return Row(
         part=part,
         what=what,
         cases=len(verdicts),
         unit="mutants",
-        failures=[f"{m.file}:{m.line}: {m.change}: {m.text}" for m in survivors],
+        failures=[described(m) for m in survivors],
         seed=seed,
         detail=detail,
     )
