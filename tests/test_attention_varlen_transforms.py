@@ -41,6 +41,14 @@ def test_derivatives(device, options, return_lse):
     gradcheck(function, packed.operands)
 
 
+def test_second_derivatives_without_a_sequence(device):
+    packed = double([], [], (2, 1), (3, 2), device)
+    out = packed.ours(*packed.operands, is_causal=True)
+    grads = torch.autograd.grad(out.square().sum(), packed.operands, create_graph=True)
+    again = torch.autograd.grad(sum(g.square().sum() for g in grads), packed.operands)
+    assert not any(g.any() for g in again)
+
+
 def test_torch_func(device):
     packed = double([3, 4], [3, 4], (2, 2), (3, 3), device)
     operands = [t.detach() for t in packed.operands]

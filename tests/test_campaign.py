@@ -34,6 +34,9 @@ void f(int64_t a, int64_t b) {
   const int64_t c = std::min(a, b) - 1;
   total += c;
 }
+#ifdef WARPWRIGHT_WITH_CUDA
+int g(int a) { return a + 1; }
+#endif
 """
 
 

@@ -263,6 +263,7 @@ CASES = [
     ("cross_entropy_double_backward", "grad_grad_input", one_more, SHAPE),
     ("cross_entropy_double_backward", "grad_grad_input", meta, DEVICE),
     ("cross_entropy_scale_", "gradient", integers, "expected a floating-point type"),
+    ("cross_entropy_scale_", "gradient", lambda x: x[..., ::2], "expected a dense tensor"),
     ("cross_entropy_scale_", "factor", meta, DEVICE),
     ("cross_entropy_scale_", "factor", one_more, "expected one number"),
     ("linear_backward", "grad_output", one_more, "expected"),

@@ -25,10 +25,11 @@ OPERATORS = {
     "+": ("Plus", "-"),
     "-": ("Minus", "+"),
 }
-# Text that the compiler evaluates itself, or that is no expression.
+# Text that the compiler evaluates itself, or that is no expression; and how work is split, which
+# changes no result.
 FIXED = re.compile(
     r"^\s*(#|//|using |template|typedef|static_assert|enum |case |namespace|struct |class |m\.|friend )"
-    r"|constexpr|static const |operator|\bthrow\b|\bWARPWRIGHT_|\basm\b|\\\\$"
+    r"|constexpr|static const |operator|\bthrow\b|\bWARPWRIGHT_|\basm\b|[gG]rain\b|kCpuGrain|\\\\$"
 )
 
 
@@ -91,6 +92,11 @@ def _parts_without_faults(text: str) -> list[tuple[int, int]]:
         parts.append((match.start(), _closing(text, match.end())))
     for match in re.finditer(r"\w<([^<>;{}()]*)>", text):  # template arguments
         parts.append(match.span(1))
+    # A CPU build leaves these out; kernels are in files of their own.
+    for match in re.finditer(
+        r"^#ifdef WARPWRIGHT_WITH_CUDA$.*?^#(?:else|endif)", text, re.M | re.S
+    ):
+        parts.append(match.span())
     for match in re.finditer(r"\bTORCH_CHECK\w*\(", text):  # the message
         parts.append((_closing(text, match.end(), ","), _closing(text, match.end())))
     return parts

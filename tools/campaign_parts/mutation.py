@@ -30,7 +30,10 @@ from .survivors import reason
 
 # The tests of an op's folder; the shared ones follow with the op's names as -k.
 TESTS = {
-    "attention": (["test_attention*.py", "test_multihead.py"], "attention"),
+    "attention": (
+        ["test_attention*.py", "test_multihead.py", "test_split_qkv.py"],
+        "attention or split_qkv",
+    ),
     "attention_with_kv_cache": (["test_attention_with_kv_cache*.py"], "kv_cache"),
     "batch_norm": (["test_batch_norm*.py"], "batch_norm"),
     "batch_norm_relu_max_pool2d": (["test_batch_norm_relu_max_pool2d.py"], "batch_norm"),
@@ -249,7 +252,7 @@ class Runner:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(self.python_path()),
             "WARPWRIGHT_MUTANT": str(mutant),
-            "WARPWRIGHT_FUZZ_CASES": "100",
+            "WARPWRIGHT_FUZZ_CASES": "25" if self.kernels else "100",
             "WARPWRIGHT_MALFORMED_CALLS": "300",
             "OMP_NUM_THREADS": "1",  # tests of threads set their number themselves
             "OMP_WAIT_POLICY": "passive",

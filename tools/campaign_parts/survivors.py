@@ -4,13 +4,45 @@ from __future__ import annotations
 
 from .mutate import Mutant
 
-GRAIN = "changes how work is split among threads, not a result"
-CUDA = "runs for CUDA tensors alone"
 AGAIN = "a later check says the same"
-EQUIVALENT = "computes the same"
+SLOWER = "takes another way to the same result"
 
 # By file, and the beginning of the source line.
-REASONS: dict[tuple[str, str], str] = {}
+REASONS = {
+    ("cpu/activation.h", "const V a = at_most("): "exp(-a^2 / 2) is 0 from 15 on",
+    ("cpu/exp.h", "const Bits half = whole >> 1"): "two other factors of the same power of two",
+    ("cpu/lanes.h", "for (int i = 0; i < kLanes<T>;"): "compiled for CPUs without F16C alone",
+    ("ops/attention/torch/ops.cpp", "check_softcap("): AGAIN,
+    (
+        "ops/batch_norm/torch/activation_ops.cpp",
+        "if (input.dim() > 1) shape[1]",
+    ): "an input of one dimension was refused before",
+    ("ops/conv2d_batch_norm/torch/common.h", ".momentum = 0"): "read with running statistics alone",
+    (
+        "ops/cross_entropy/torch/autograd.cpp",
+        "return rows && rows->class_stride == 1",
+    ): "for CUDA tensors alone",
+    (
+        "ops/cross_entropy/torch/common.h",
+        "if (sizes[c] != 1) rows.class_stride",
+    ): "one class needs no stride",
+    (
+        "ops/fft_conv/cuda/fused/gradient_planes.cuh",
+        "if (threadIdx.x == 0) p.flags[channel]",
+    ): "all threads write the same byte",
+    (
+        "ops/layer_norm/cpu/layer_norm.cpp",
+        "rows_ = 0;",
+    ): "a block's sums become double one row earlier",
+    ("ops/linear/torch/common.h", "Tensor workspace(int64_t size)"): "no plan asks for one byte",
+    ("ops/linear_cross_entropy/torch/autograd.cpp", "gradient.use_count() <="): SLOWER,
+    ("ops/linear_cross_entropy/torch/call.cpp", "check_plain_storage(target"): AGAIN,
+    (
+        "ops/linear_quantized/cuda/operand.cuh",
+        "for (int i = 0; i < 4; ++i) {",
+    ): "writes an element behind a local array, which nothing reads",
+    ("ops/reduction/torch/amax_ops.cpp", "if (numel.has_value()"): SLOWER,
+}
 
 
 def reason(mutant: Mutant) -> str:
