@@ -331,3 +331,72 @@ def test_ops_share_no_names():
             assert name not in owners, f"{name}: {header} and {owners[name]}"
             owners[name] = header
     assert len(owners) > 150
+
+
+FUNCTION = re.compile(
+    r"^(?P<opens>namespace ([\w:]*) ?\{)|^(?P<closes>\}  // namespace)"
+    r"|^(?P<template>template <[^{};]*>\n)?(?P<head>[\w:][\w:<>,&* ]*?)[ &*](?P<name>\w+)"
+    r"\((?P<arguments>[^;{}]*?)\)(?: noexcept)?(?: ->[^{;]*)? (?=\{)",
+    re.M,
+)
+
+
+def without_comments(text):
+    return re.sub(r"//(?! namespace)[^\n]*", "", text)
+
+
+def host_functions(text):
+    """((namespace, name, argument types), body) of the functions outside of types and templates."""
+    spaces = []
+    for found in FUNCTION.finditer(text):
+        if found["opens"]:
+            spaces.append(found[2])
+        elif found["closes"]:
+            spaces = spaces[:-1]
+        elif found["template"] or "" in spaces:
+            continue
+        elif not re.search(r"\bstatic\b|__device__", found["head"]):
+            arguments = re.split(r",(?![^<>]*>)", found["arguments"])
+            named = (re.sub(r"\b(?:at|c10|std)::|\s*=.*", "", a) for a in arguments)
+            plain = (re.sub(r"(?<=\S)\s+\w+$|(?<=[&*])\w+$", "", a.strip()) for a in named)
+            end, depth = found.end(), 0
+            while end < len(text) and (depth or end == found.end()):
+                depth += (text[end] == "{") - (text[end] == "}")
+                end += 1
+            types = tuple("".join(a.split()) for a in plain)
+            yield (
+                ("::".join(spaces), found["name"], types),
+                " ".join(text[found.end() : end].split()),
+            )
+
+
+def different_bodies(files):
+    """Functions of one signature with two bodies: the linker would choose one for all callers."""
+    bodies = {}
+    for path, text in files:
+        for key, body in host_functions(text):
+            bodies.setdefault(key, {}).setdefault(body, path)
+    return [
+        f"{key[1]}: {sorted(found.values())}" for key, found in bodies.items() if len(found) > 1
+    ]
+
+
+def test_a_function_has_one_body():
+    headers = [p for p in sorted(CSRC.rglob("*")) if p.suffix in (".h", ".cuh")]
+    files = [(p.relative_to(CSRC).as_posix(), without_comments(p.read_text())) for p in headers]
+    assert sum(1 for _, text in files for _ in host_functions(text)) > 600
+    assert not different_bodies(files)
+
+
+def test_two_bodies_are_found():
+    first = """namespace warpwright {
+inline Tensor in_order(const Tensor& x, int n) {
+  return x;
+}
+}  // namespace warpwright
+"""
+    second = first.replace("const Tensor& x, int n", "const at::Tensor& y, int m = 3")
+    assert not different_bodies([("a.h", first), ("b.h", first)])
+    assert different_bodies([("a.h", first), ("b.h", second.replace("return x", "return -x"))])
+    other = second.replace("int m", "long m").replace("return x", "return -x")
+    assert not different_bodies([("a.h", first), ("b.h", other)])

@@ -294,6 +294,14 @@ CASES = [
     ("adam_step_", "state_steps", lambda x: [torch.zeros(2), *x[1:]], "state_steps"),
     ("adam_step_", "exp_avgs", lambda x: [x[0][:-1], *x[1:]], SHAPE),
     ("adam_step_", "exp_avgs", lambda x: x[:-1], "expected 2 tensors"),
+    ("adam_step_", "exp_avg_sqs", lambda x: [t.double() for t in x], "expected"),
+    (
+        "adam_step_",
+        "max_exp_avg_sqs",
+        lambda _: [torch.zeros(3, 4, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)],
+        "max_exp_avg_sqs",
+    ),
+    ("dropout_backward", "philox_state", lambda x: x.repeat_interleave(2)[::2], "contiguous"),
     *(
         (op, name, change, message)
         for op, names in {

@@ -9,7 +9,7 @@ namespace warpwright {
 // `tensor` in the memory order of the dense tensor `like`, without a copy if it already is.
 inline at::Tensor in_order_of(const at::Tensor& tensor, const at::Tensor& like) {
   if (tensor.strides() == like.strides()) return tensor;
-  return at::empty_like(like).copy_(tensor);
+  return at::empty_like(like, tensor.options()).copy_(tensor);
 }
 
 }  // namespace warpwright

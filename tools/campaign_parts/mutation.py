@@ -120,7 +120,9 @@ def tested_ops(mutant: Mutant, readers: list[str]) -> list[str]:
     """The op that owns the file, and some of those that read it. None: it belongs to no op's files."""
     own = op_of(mutant.file)
     first = [own] if own is not None else [op for op in EVERY if op in readers]
-    return list(dict.fromkeys([*first, *readers]))[:MOST_OPS]
+    # linear_cross_entropy before others that call linear
+    others = sorted(readers, key=lambda op: own is None or not op.startswith(own))
+    return list(dict.fromkeys([*first, *others]))[:MOST_OPS]
 
 
 def stages(ops: list[str], kernels: bool) -> list[list[str]]:

@@ -11,13 +11,22 @@ SLOWER = "takes another way to the same result"
 REASONS = {
     ("cpu/activation.h", "const V a = at_most("): "exp(-a^2 / 2) is 0 from 15 on",
     ("cpu/exp.h", "const Bits half = whole >> 1"): "two other factors of the same power of two",
-    ("cpu/lanes.h", "for (int i = 0; i < kLanes<T>;"): "compiled for CPUs without F16C alone",
+    ("cpu/lane_runs.h", "__builtin_convertvector(__builtin_shuffle"): "compiled without AVX2 alone",
+    ("cpu/lanes.h", "for (int i = 0; i < kLanes<T>;"): "compiled without F16C alone",
     ("ops/attention/torch/ops.cpp", "check_softcap("): AGAIN,
+    (
+        "ops/attention/torch/second_order.cpp",
+        "for (int64_t begin = 0; begin < S_q",
+    ): "one more turn, over no rows",
     (
         "ops/batch_norm/torch/activation_ops.cpp",
         "if (input.dim() > 1) shape[1]",
     ): "an input of one dimension was refused before",
     ("ops/conv2d_batch_norm/torch/common.h", ".momentum = 0"): "read with running statistics alone",
+    (
+        "ops/cross_entropy/torch/autograd.cpp",
+        "const int64_t classes = std::max<int64_t>(1, input.size",
+    ): "for CUDA tensors alone",
     (
         "ops/cross_entropy/torch/autograd.cpp",
         "return rows && rows->class_stride == 1",
@@ -34,6 +43,10 @@ REASONS = {
         "ops/layer_norm/cpu/layer_norm.cpp",
         "rows_ = 0;",
     ): "a block's sums become double one row earlier",
+    (
+        "ops/layer_norm/torch/ops.cpp",
+        "const Tensor rows = dtype == input.scalar_type()",
+    ): "autocast for CUDA tensors",
     ("ops/linear/torch/common.h", "Tensor workspace(int64_t size)"): "no plan asks for one byte",
     ("ops/linear_cross_entropy/torch/autograd.cpp", "gradient.use_count() <="): SLOWER,
     ("ops/linear_cross_entropy/torch/call.cpp", "check_plain_storage(target"): AGAIN,
@@ -41,7 +54,16 @@ REASONS = {
         "ops/linear_quantized/cuda/operand.cuh",
         "for (int i = 0; i < 4; ++i) {",
     ): "writes an element behind a local array, which nothing reads",
+    (
+        "ops/linear_quantized/cpu/linear_quantized.cpp",
+        "if (row >= w_.outputs || w_.fragments) return;",
+    ): "decides what is prefetched",
+    ("ops/optim/optim_cpu.cpp", "numel += numel_of(i);"): "decides how work is split",
     ("ops/reduction/torch/amax_ops.cpp", "if (numel.has_value()"): SLOWER,
+    (
+        "torch/weight_copies.cpp",
+        "limit = 2 * entries.size() + 1024;",
+    ): "decides when dead entries are dropped",
 }
 
 

@@ -139,10 +139,4 @@ Tensor empty_gradient(const Tensor& input, at::ScalarType dtype) {
                         keep ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
 }
 
-// `tensor` in the memory order of `like`, without a copy if it already is.
-inline Tensor in_order_of(const Tensor& tensor, const Tensor& like) {
-  if (tensor.strides() == like.strides()) return tensor;
-  return at::empty_like(like, tensor.options()).copy_(tensor);
-}
-
 }  // namespace warpwright

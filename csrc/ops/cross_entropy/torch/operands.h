@@ -9,6 +9,7 @@
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/torch/common.h"
 #include "torch/check_argument.h"
+#include "torch/dense.h"
 #include "torch/dispatch.h"
 
 namespace warpwright {
