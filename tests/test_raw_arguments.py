@@ -263,6 +263,11 @@ CASES = [
     ("cross_entropy_double_backward", "grad_grad_input", one_more, SHAPE),
     ("cross_entropy_double_backward", "grad_grad_input", meta, DEVICE),
     ("cross_entropy_scale_", "gradient", integers, "expected a floating-point type"),
+    *(
+        (op, "attn_mask", change, "attn_mask: expected 4 dimensions")
+        for op in ("attention", "attention_backward")
+        for change in (lambda _: torch.zeros(1, 1, 1), lambda _: torch.zeros(1, 1, 1, 99))
+    ),
     ("cross_entropy_scale_", "gradient", lambda x: x[..., ::2], "expected a dense tensor"),
     ("cross_entropy_scale_", "factor", meta, DEVICE),
     ("cross_entropy_scale_", "factor", one_more, "expected one number"),

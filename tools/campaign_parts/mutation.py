@@ -241,7 +241,8 @@ class Runner:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stages(self, mutant: Mutant) -> list[list[str]]:
-        return stages(tested_ops(mutant, self.readers.get(mutant.file, [])), self.kernels)
+        found = stages(tested_ops(mutant, self.readers.get(mutant.file, [])), self.kernels)
+        return found if self.kernels or op_of(mutant.file) is not None else [*found, SHARED]
 
     @property
     def left_out(self) -> list[str]:

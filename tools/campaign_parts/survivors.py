@@ -13,15 +13,24 @@ REASONS = {
     ("cpu/exp.h", "const Bits half = whole >> 1"): "two other factors of the same power of two",
     ("cpu/lane_runs.h", "__builtin_convertvector(__builtin_shuffle"): "compiled without AVX2 alone",
     ("cpu/lanes.h", "for (int i = 0; i < kLanes<T>;"): "compiled without F16C alone",
-    ("ops/attention/torch/ops.cpp", "check_softcap("): AGAIN,
+    (
+        "ops/attention/torch/ops.cpp",
+        "check_softcap(",
+    ): "the meta function's; the kernels check, too",
     (
         "ops/attention/torch/second_order.cpp",
         "for (int64_t begin = 0; begin < S_q",
     ): "one more turn, over no rows",
+    ("ops/attention/torch/varlen.h", "int64_t max_q = 0, max_k = 0;"): "every call sets both",
+    ("ops/batch_norm/cpu/channels.h", "double result = 0;"): "overwritten for every type",
     (
         "ops/batch_norm/torch/activation_ops.cpp",
         "if (input.dim() > 1) shape[1]",
     ): "an input of one dimension was refused before",
+    (
+        "ops/batch_norm/torch/relu_ops.cpp",
+        "check_backward(grad_output, input, value_or_undefined(weight)",
+    ): "the meta function's; the kernels check, too",
     ("ops/conv2d_batch_norm/torch/common.h", ".momentum = 0"): "read with running statistics alone",
     (
         "ops/cross_entropy/torch/autograd.cpp",
@@ -59,7 +68,9 @@ REASONS = {
         "if (row >= w_.outputs || w_.fragments) return;",
     ): "decides what is prefetched",
     ("ops/optim/optim_cpu.cpp", "numel += numel_of(i);"): "decides how work is split",
+    ("ops/optim/optim_torch.cpp", "check_same_dtype(op, first, largest)"): AGAIN,
     ("ops/reduction/torch/amax_ops.cpp", "if (numel.has_value()"): SLOWER,
+    ("torch/philox.h", "values[1] = 0;"): "another part of the same random sequence",
     (
         "torch/weight_copies.cpp",
         "limit = 2 * entries.size() + 1024;",
