@@ -255,6 +255,27 @@ def test_verdicts(tmp_path):
     assert again == verdicts
 
 
+def test_a_build_of_other_sources_is_made_again(tmp_path, monkeypatch):
+    made = []
+
+    class FakeTree(mutation.Tree):
+        def make(self):
+            made.append(self.choice)
+            self.save({})
+
+    monkeypatch.setattr(mutation, "Tree", FakeTree)
+    (tmp_path / mutation.VERDICTS).write_text("old")
+    options = mutation.Options(per_file=1)
+    for _ in range(2):
+        found = mutation.prepared(tmp_path, ["ops/relu/relu_cpu.cpp"], options, cuda=False)
+    assert len(made) == 1
+    assert not (tmp_path / mutation.VERDICTS).exists()
+    assert [m["file"] for m in found["mutants"]] == ["ops/relu/relu_cpu.cpp"]
+    (tmp_path / mutation.MUTANTS).write_text(json.dumps({**found, "sources": "other"}))
+    mutation.prepared(tmp_path, ["ops/relu/relu_cpu.cpp"], options, cuda=False)
+    assert len(made) == 2
+
+
 def test_a_build_whose_tests_fail_without_a_fault(tmp_path):
     runner = FakeRunner(tmp_path)
     assert runner.passes_without_a_fault("exit code -11")

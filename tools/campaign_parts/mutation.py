@@ -99,7 +99,7 @@ HANG = 120  # seconds of one test; a process that takes longer ends
 # therefore fail without a fault. It is left out; more of them are a broken build.
 MOST_LEFT_OUT = 5
 MOST_ROUNDS = 20  # of compiling and dropping faults
-MUTANTS = "mutants.json"
+MUTANTS, VERDICTS = "mutants.json", "verdicts.jsonl"
 
 
 def op_of(file: str) -> str | None:
@@ -216,8 +216,13 @@ class Tree:
 
     def save(self, ops: dict[str, list[str]]) -> None:
         mutants = [m.as_dict() for m in self.choice.mutants]
-        text = json.dumps({"mutants": mutants, "ops": ops}, indent=1)
+        text = json.dumps({"sources": digest(), "mutants": mutants, "ops": ops}, indent=1)
         (self.folder / MUTANTS).write_text(text)
+
+
+def digest() -> str:
+    """Of the sources that faults are put into."""
+    return sources.digest_of_files(sources.files_in(ROOT / "csrc"), ROOT)
 
 
 @dataclass
@@ -300,7 +305,9 @@ class Runner:
 
     def judge(self, mutant: Mutant) -> Verdict:
         for arguments in self.stages(mutant):
-            while failed := self.pytest(arguments, mutant.id):
+            seen: set[str] = set()
+            while (failed := self.pytest(arguments, mutant.id)) and failed not in seen:
+                seen.add(failed)
                 if self.passes_without_a_fault(failed):
                     return Verdict(mutant, failed)
         return Verdict(mutant, "")
@@ -308,7 +315,7 @@ class Runner:
     def judge_all(self, mutants: list[Mutant], minutes: float) -> list[Verdict]:
         """In order, until the time is over. The log keeps the verdicts, so a later run goes on."""
         end = time.monotonic() + minutes * 60
-        log = self.folder / "verdicts.jsonl"
+        log = self.folder / VERDICTS
         known = {}
         for line in log.read_text().splitlines() if log.exists() else []:
             entry = json.loads(line)
@@ -374,9 +381,11 @@ def order(mutants: list[Mutant], seed: int) -> list[Mutant]:
 
 
 def prepared(folder: Path, files: list[str], options: Options, cuda: bool) -> dict[str, Any]:
-    """The mutants of these files and their ops; builds them unless the folder has them."""
+    """The mutants of these files and their ops; builds them unless the folder has those of the sources."""
     made = folder / MUTANTS
-    if not made.exists():
+    if not made.exists() or json.loads(made.read_text()).get("sources") != digest():
+        for old in (made, folder / VERDICTS):
+            old.unlink(missing_ok=True)
         files = [f for f in files if re.search(options.only, f)]
         choice = Choice.of(ROOT / "csrc", files, options.per_file, options.seed)
         Tree(folder, choice, {"FORCE_CUDA": "1"} if cuda else {"NO_CUDA": "1"}).make()
