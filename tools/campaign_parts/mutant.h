@@ -71,24 +71,24 @@ WARPWRIGHT_BOTH T most(const T& a, const T& b) {
   return on<kId>() == (a < b) ? a : b;
 }
 
-// `a < Less<7>() < b` is `a < b`, and `a <= b` if the fault is on. The first operator binds `a`, the
-// second computes, so precedence and associativity stay those of the operator that was there.
-#define WARPWRIGHT_MUTANT_OPERATOR(Name, RIGHT, WRONG)                     \
-  template <int kId>                                                       \
-  struct Name {};                                                          \
-  template <int kId, class A>                                              \
-  struct Name##Left {                                                      \
-    const A& a;                                                            \
-  };                                                                       \
-  template <int kId, class A>                                              \
-  WARPWRIGHT_BOTH Name##Left<kId, A> operator RIGHT(const A& a, Name<kId>) { \
-    return {a};                                                            \
-  }                                                                        \
-  template <int kId, class A, class B>                                     \
-  WARPWRIGHT_BOTH auto operator RIGHT(Name##Left<kId, A> left, const B& b) { \
-    using Result = std::decay_t<decltype(left.a RIGHT b)>;                 \
-    if (on<kId>()) return static_cast<Result>(left.a WRONG b);             \
-    return static_cast<Result>(left.a RIGHT b);                            \
+// `a < Less<7>() < b` is `a < b`, and `a <= b` if the fault is on. The first operator binds `a`,
+// the second computes, so precedence and associativity stay those of the operator that was there.
+#define WARPWRIGHT_MUTANT_OPERATOR(Name, RIGHT, WRONG)                        \
+  template <int kId>                                                          \
+  struct Name {};                                                             \
+  template <int kId, class A>                                                 \
+  struct Name##Left {                                                         \
+    const A& a;                                                               \
+  };                                                                          \
+  template <int kId, class A>                                                 \
+  WARPWRIGHT_BOTH Name##Left<kId, A> operator RIGHT(const A & a, Name<kId>) { \
+    return {a};                                                               \
+  }                                                                           \
+  template <int kId, class A, class B>                                        \
+  WARPWRIGHT_BOTH auto operator RIGHT(Name##Left<kId, A> left, const B& b) {  \
+    using Result = std::decay_t<decltype(left.a RIGHT b)>;                    \
+    if (on<kId>()) return static_cast<Result>(left.a WRONG b);                \
+    return static_cast<Result>(left.a RIGHT b);                               \
   }
 
 WARPWRIGHT_MUTANT_OPERATOR(Less, <, <=)
