@@ -4,7 +4,7 @@ import torch
 
 native = torch.nn.functional.cross_entropy
 # (z_loss, softcap); softcaps of the size of the logits, so that both ends of tanh are seen.
-EXTRAS = [(0.0, 0.0), (0.05, 0.0), (0.0, 3.0), (0.05, 3.0)]
+EXTRAS = [(0.0, 0.0), (0.05, 0.0), (0.0, 3.0), (1.0, 3.0)]
 
 
 def formula(x, target, weight=None, reduction="mean", smoothing=0.0, z_loss=0.0, softcap=0.0):
