@@ -1,11 +1,14 @@
-"""On a GPU: CUDA graphs, repeats next to other work, and more than 2^31 and 2^32 elements."""
+"""On a GPU: CUDA graphs, repeats next to other work, and more than 2^31 and 2^32 elements.
+
+WARPWRIGHT_REPEATS: how many repeats (1,000 without it).
+"""
 
 import functools
 import itertools
+import os
 
 import pytest
 import torch
-from repeats import assert_equal_repeats
 from torch import nn
 
 import warpwright
@@ -14,6 +17,7 @@ from warpwright import optim
 from warpwright.testing import assert_same
 
 pytestmark = pytest.mark.gpu
+REPEATS = int(os.environ.get("WARPWRIGHT_REPEATS", "1000"))
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -225,6 +229,22 @@ def test_in_a_cuda_graph(make):
             result.fill_(float("nan"))
         graph.replay()
         assert_same(results, expected)
+
+
+def assert_equal_repeats(step):
+    """The same bits every time, while another stream keeps the SMs busy at its own pace."""
+    first = step()
+    assert not any(t.isnan().any() for t in first)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    beside, a = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda", dtype=BF16)
+    beside.wait_stream(torch.cuda.current_stream())
+    for i in range(REPEATS):
+        with torch.cuda.stream(beside):
+            for _ in range(i % 4):
+                torch.mm(a, a)
+        for again, t in zip(step(), first, strict=True):
+            wrong += (again != t).any()
+    assert wrong.item() == 0
 
 
 @EACH

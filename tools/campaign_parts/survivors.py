@@ -31,6 +31,10 @@ REASONS = {
         "ops/batch_norm/torch/relu_ops.cpp",
         "check_backward(grad_output, input, value_or_undefined(weight)",
     ): "the meta function's; the kernels check, too",
+    (
+        "ops/batch_norm_relu_max_pool2d/torch/common.h",
+        "check_same_device(codes, input",
+    ): AGAIN,
     ("ops/conv2d_batch_norm/torch/common.h", ".momentum = 0"): "read with running statistics alone",
     (
         "ops/cross_entropy/torch/autograd.cpp",
