@@ -301,12 +301,13 @@ CUtensorMap operand_map_b(const GemmParams& p, int box_outer = TmaLoaderB<Tile>:
 // TMA zero-fills rows out of bounds more slowly than it loads. The box is therefore cut to the rows
 // of a K-major operand, rounded up to 8 (one swizzle pattern). The rest of a stage only reaches
 // accumulators of rows or columns outside of D.
+inline int cut_box(int box_rows, int64_t rows) {
+  return static_cast<int>(std::min<int64_t>(box_rows, ceil_div<int64_t>(rows, 8) * 8));
+}
 template <class Loader>
 int box_outer_of(Major major, int64_t rows) {
   const int box_outer = Loader::box_outer(1);
-  return major == Major::kK
-             ? static_cast<int>(std::min<int64_t>(box_outer, ceil_div<int64_t>(rows, 8) * 8))
-             : box_outer;
+  return major == Major::kK ? cut_box(box_outer, rows) : box_outer;
 }
 
 // A product of at most this many rows reads its weights once. Smaller weights may still be in L2

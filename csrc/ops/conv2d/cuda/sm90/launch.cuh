@@ -150,13 +150,14 @@ struct WindowProduct {
     const WindowImage image{pixels, shape.n, fprop ? shape.c : shape.k, part.windows};
     const CUtensorMap windows = windows_map(shape.dtype, image, window_rows);
     // In TF32 dgrad has the weights (C, RS, K).
-    const bool transposed = !fprop && shape.dtype == DType::kFloat32;
-    const int box_rows = fprop || transposed ? weight_rows : static_cast<int>(kConvChunk);
+    const bool transposed = !fprop && shape.dtype == DType::kFloat32, k_major = fprop || transposed;
+    const int box_rows = k_major ? cut_box(weight_rows, product.n) : static_cast<int>(kConvChunk);
     const CUtensorMap weights = weight_map(shape, weight, box_rows, transposed);
     constexpr bool kSwapped = std::is_same_v<Operands, SwappedWindowOperands>;
     Operands operands{};
     operands.a = kSwapped ? weights : windows;
     operands.b = kSwapped ? windows : weights;
+    if (k_major) operands.missing_rows = weight_rows - box_rows;
     set_geometry(operands, shape, image, fprop ? shape.group_k() : shape.group_c());
     return operands;
   }

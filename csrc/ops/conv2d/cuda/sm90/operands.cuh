@@ -143,8 +143,9 @@ struct ConvOperandsSm90 {
   CUtensorMap a, b;
   WindowGeometry windows;
   TapGeometry taps;
-  FastDivmod by_group;  // columns of D per group; wgrad: rows
-  int group_channels;   // of the image of windows
+  FastDivmod by_group;   // columns of D per group; wgrad: rows
+  int group_channels;    // of the image of windows
+  int missing_rows = 0;  // of a stage: those that cut_box() leaves out
 
   __device__ __forceinline__ void prefetch() const {
     prefetch_tensor_map(&a);
@@ -160,12 +161,13 @@ struct ConvOperandsSm90 {
                                                 unsigned stride, const LoadTile& load_tile) const {
     if (threadIdx.x != 0) return;
     typename Loop::Cursor cursor;
+    const int bytes = Tile::kStageBytes - missing_rows * 128;
     for (unsigned block = first; block < p.num_blocks; block += stride) {
       const TileCoord tile = tile_of_block(p.grid, block);
       load_tile(first_m<Tile>(tile), first_n<Tile>(tile, {}),
                 [&](const auto& loader_a, int row, const auto& loader_b, int col) {
-                  loop.produce(loader_a, loader_b, Tile::kStageBytes, row, col, tile.k_begin,
-                               tile.k_end, cursor);
+                  loop.produce(loader_a, loader_b, bytes, row, col, tile.k_begin, tile.k_end,
+                               cursor);
                 });
     }
   }
