@@ -120,6 +120,15 @@ def record_raw(device):
     ops.conv2d_backward(t(2, 3, 6, 6), *convolution[:2], *windows, mask, t(2, 3, 6, 5))
     norm, stats = (t(3), t(3)), (t(3), t(3).abs(), 0.1)
     ops.conv2d_batch_norm(*convolution, t(2, 3, 6, 6), *norm, 1e-5, "relu", *windows)
+    first = (t(2, 1, 6, 6), t(4, 1, 3, 3), t(4), t(4), t(4))
+    pooled = ([1, 1], [1, 1], [1, 1], 1, [2, 2], [2, 2], [0, 0], [1, 1], False)
+    y, mean, rstd, codes = ops.conv2d_batch_norm_relu_max_pool2d(*first, 1e-5, *pooled, True)
+    moved = (t(4), t(4).abs(), 0.1, 1e-5)
+    ops.conv2d_batch_norm_relu_max_pool2d_update(*first, *moved, *pooled)
+    wanted = [False, True, True, True, True]
+    ops.conv2d_batch_norm_relu_max_pool2d_backward(
+        y, *first[:4], mean, rstd, codes, *pooled[:8], wanted
+    )
     ops.conv2d_batch_norm_update(*convolution, None, *norm, *stats, 1e-5, "silu", *windows)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         codes, scale = ops.quantize_rows(t(4, 16), dtype)
@@ -245,7 +254,11 @@ def native_functions():
 
         return run
 
+    def conv_norm_pool(*args, pool_kernel_size, **options):
+        return native.max_pool2d(conv_norm("relu")(*args, **options), pool_kernel_size)
+
     return {
+        "conv2d_batch_norm_relu_max_pool2d": conv_norm_pool,
         "conv2d_batch_norm": conv_norm(""),
         "conv2d_batch_norm_relu": conv_norm("relu"),
         "conv2d_batch_norm_add_relu": conv_norm("add_relu"),

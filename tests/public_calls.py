@@ -177,9 +177,9 @@ def image_calls(m):
     pool = {"kernel_size": 2, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False}
     norm = {"training": True, "momentum": 0.1, "eps": 1e-5}
 
-    def named_norm():
-        mean, var = m.stats()
-        vectors = {"running_mean": mean, "running_var": var, "norm_weight": g(3), "norm_bias": g(3)}
+    def named_norm(k=3):
+        vectors = {"running_mean": m.t(k), "running_var": m.t(k).abs()}
+        vectors |= {"norm_weight": g(k), "norm_bias": g(k)}
         return vectors | norm
 
     return {
@@ -203,6 +203,10 @@ def image_calls(m):
         "conv2d_batch_norm_add_relu": (
             [g(*X4), g(2, 3, 6, 6), g(3, 3, 3, 2), g(3)],
             {"padding": 1, **named_norm()},
+        ),
+        "conv2d_batch_norm_relu_max_pool2d": (
+            [m.t(2, 3, 6, 5), g(4, 3, 3, 3), g(4)],
+            {"padding": 1, "pool_kernel_size": 2, **named_norm(4)},
         ),
     }
 

@@ -259,6 +259,22 @@ def test_conv2d_batch_norm_moves_the_statistics_of_each_sample(device):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    "dims", [(0, None, None, None, None), (None, 0, None, 0, None), (1, 0, 0, 0, 0)]
+)
+def test_conv2d_batch_norm_relu_max_pool2d(device, dims):
+    """The forward is one call, the backward one per sample."""
+    pool = ([2, 3], [2, 2], [1, 0], [1, 1], True)
+    windows = ([2, 1], [1, 0], [1, 1], 2)
+
+    def function(x, w, c, a, b):
+        op = ops.conv2d_batch_norm_relu_max_pool2d
+        return op(x, w, c, a, b, 1e-5, *windows, *pool)[0]
+
+    shapes = (2, 4, 5, 6), (6, 2, 3, 3), (6,), (6,), (6,)
+    check(function, dims, *operands(device, dims, *shapes))
+
+
 # ---- a linear layer and cross-entropy ----
 
 

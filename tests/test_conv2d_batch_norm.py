@@ -373,9 +373,9 @@ def test_swap_hands_the_convolution_to_the_norm(device, monkeypatch):
     seen = []
     fused = patterns.runs_as_one
 
-    def asked(norm, conv, *rest):
+    def asked(norm, conv, *rest, **pool):
         seen.append((type(norm).__name__, conv))
-        return fused(norm, conv, *rest)
+        return fused(norm, conv, *rest, **pool)
 
     monkeypatch.setattr(patterns, "runs_as_one", asked)
     x = torch.randn(3, 4, 6, 6, device=device)

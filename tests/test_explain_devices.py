@@ -36,6 +36,10 @@ CALLS = {
     "linear_quantized": lambda: (half(16, 4096), half(4096, 2048).byte(), half(4096, 32)),
     "conv2d": lambda: (image(), weight()),
     "conv2d_batch_norm": lambda: (image(), weight()),
+    "conv2d_batch_norm_relu_max_pool2d": lambda: (
+        *(torch.empty(64, 1, 28, 28), torch.empty(32, 1, 3, 3), None),
+        *(1, 1),
+    ),
     "fft_conv1d": lambda: (half(8, 64, 4096), half(64, 64, 1024)),
     "batch_norm": lambda: (image(), torch.zeros(64), torch.ones(64)),
     "batch_norm_relu_max_pool2d": lambda: (
@@ -61,6 +65,7 @@ CALLS = {
 }
 OPTIONS = {
     "conv2d_batch_norm": {"training": True},
+    "conv2d_batch_norm_relu_max_pool2d": {"training": True, "pool_kernel_size": 2},
     "attention_with_kv_cache": {"cache_seqlens": ENDS[:8]},
 }
 

@@ -141,6 +141,12 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     _ops.ops.conv2d_batch_norm_update(
         *(x, x, None, None, None, None, x, x, 0.1, 1e-5, "relu"), *windows
     )
+    pool = (2, (), 0, 1, False)
+    first_layer = (x, x, None, None, None)
+    _ops.ops.conv2d_batch_norm_relu_max_pool2d(*first_layer, 1e-5, *windows, *pool)
+    _ops.ops.conv2d_batch_norm_relu_max_pool2d_update(
+        *first_layer, x, x, 0.1, 1e-5, *windows, *pool
+    )
     F.layer_norm(x, (2,))
     F.rms_norm(x, (2,))
     _ops.ops.add_layer_norm(x, x, (2,))

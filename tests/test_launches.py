@@ -38,6 +38,14 @@ def conv2d_batch_norm(x, weight):
     )
 
 
+def first_layer(x, weight):
+    vectors = [torch.ones(weight.shape[0], device="cuda").requires_grad_() for _ in range(2)]
+    return (weight, *vectors), lambda: F.conv2d_batch_norm_relu_max_pool2d(
+        x, weight, padding=1, pool_kernel_size=2, training=True,
+        norm_weight=vectors[0], norm_bias=vectors[1],
+    )  # fmt: skip
+
+
 def squeeze_excitation(x):
     c = x.shape[1]
     weights = [random(4, c), random(4), random(c, 4), random(c)]
@@ -156,6 +164,11 @@ CASES = {
         lambda: conv2d_batch_norm(channels_last(73, 64, 57, 57), channels_last(64, 64, 3, 3)),
         3,  # the convolution, the merge of its records, batch norm's second pass
         5,  # batch norm in two passes, the input's gradient, the weight's and the sum of its parts
+    ),
+    "conv2d_batch_norm_relu_max_pool2d": (
+        lambda: first_layer(random(8, 1, 28, 28).detach(), random(32, 1, 3, 3)),
+        3,  # moments of the windows, statistics and folded weights, convolution and pool
+        3,  # moments of the windows, sums over the winners, the gradients
     ),
     "max_pool2d": (lambda: max_pool2d(random(8, 16, 28, 28)), 1, 1),
     "cross_entropy, few rows": (lambda: cross_entropy(random(1024, 10)), 1, 1),

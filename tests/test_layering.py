@@ -10,13 +10,18 @@ CSRC = ROOT / "csrc"
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
 MAX_LINES = 500
 COMPOSED = {"linear_cross_entropy"}  # of other ops' kernels: none of its own
-COMPOSED_ON_CPU = {"conv2d_batch_norm", "squeeze_excitation"}
+COMPOSED_ON_CPU = {
+    *("conv2d_batch_norm", "conv2d_batch_norm_relu_max_pool2d", "squeeze_excitation"),
+}
 # An op includes files of another only if it is made of it. What others share has a shared folder.
 MADE_OF = {
     "batch_norm_relu_max_pool2d": {"batch_norm", "max_pool2d"},
     "linear_cross_entropy": {"linear", "cross_entropy"},
     "linear_quantized": {"linear"},
     "conv2d_batch_norm": {"conv2d", "batch_norm"},
+    "conv2d_batch_norm_relu_max_pool2d": {
+        *("conv2d", "batch_norm", "batch_norm_relu_max_pool2d", "max_pool2d"),
+    },
 }
 # A product's tile is multiplied by gemm/'s kernels, whoever brings the operands.
 MAINLOOP = re.compile(r"\bMainloop(Sm90)?\b|tile/mainloop_sm90")

@@ -26,6 +26,7 @@ def test_schemas():
         "batch_norm_relu_update",
         "batch_norm_activation_update",
         "conv2d_batch_norm_update",
+        "conv2d_batch_norm_relu_max_pool2d_update",
         "batch_norm_relu_max_pool2d_update",
         "cross_entropy_scale_",
         "cross_entropy_backward_",

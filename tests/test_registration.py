@@ -149,6 +149,12 @@ def record_norms_and_pools(leaf, device):
     weight = torch.randn(2, 3, 3, 3, device=device, requires_grad=True)
     windows = ([1, 1], [1, 1], [1, 1], 1)
     stats = mean[:2].clone(), var[:2].clone(), 0.1
+    pool = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    for extra, name in (((), ""), (stats, "_update")):
+        op = getattr(warpwright._ops.ops, f"conv2d_batch_norm_relu_max_pool2d{name}")
+        operands = (leaf, weight, None, None, None, *extra, 1e-5, *windows, *pool)
+        double_backward(op, operands, {})
+        op(*operands)[0].sum().backward()
     for extra, name in (((), ""), (stats, "_update")):
         op = getattr(warpwright._ops.ops, f"conv2d_batch_norm{name}")
         double_backward(

@@ -16,6 +16,7 @@
 #include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/plan.h"
 #include "ops/conv2d_batch_norm/conv2d_batch_norm.h"
+#include "ops/conv2d_batch_norm_relu_max_pool2d/conv2d_batch_norm_relu_max_pool2d.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/gated_activation/gated_activation.h"
 #include "ops/group_norm/group_norm.h"
@@ -116,17 +117,19 @@ Lines explain_rotary_embedding(const std::string& dtype, const std::string& tabl
 
 // ---- max_pool2d ----
 
-// `window`: kernel, stride, padding, dilation, each (h, w); `output`: (h, w).
-Lines explain_max_pool2d(const std::string& dtype, const TensorLayout& input, bool channels_last,
-                         const std::vector<int64_t>& window, const std::vector<int64_t>& output) {
-  const size_t dims = input.sizes.size();
-  const int64_t batch = dims == 4 ? input.sizes[0] : 1;
-  const int64_t channels = input.sizes[dims - 3];
+// `sizes`: of the input, with a batch or without. `window`: kernel, stride, padding, dilation, each
+// (h, w); `output`: (h, w).
+MaxPool2dGeometry pool_geometry(const std::vector<int64_t>& sizes, bool channels_last,
+                                const std::vector<int64_t>& window,
+                                const std::vector<int64_t>& output) {
+  const size_t dims = sizes.size();
+  const int64_t batch = dims == 4 ? sizes[0] : 1;
+  const int64_t channels = sizes[dims - 3];
   MaxPool2dGeometry g{};
   g.images = channels_last ? batch : batch * channels;
   g.channels = channels_last ? channels : 1;
-  g.height = input.sizes[dims - 2];
-  g.width = input.sizes[dims - 1];
+  g.height = sizes[dims - 2];
+  g.width = sizes[dims - 1];
   g.kernel_h = window[0];
   g.kernel_w = window[1];
   g.stride_h = window[2];
@@ -138,6 +141,12 @@ Lines explain_max_pool2d(const std::string& dtype, const TensorLayout& input, bo
   g.small_codes = g.taps() <= kMaxSmallTaps;
   g.out_height = output[0];
   g.out_width = output[1];
+  return g;
+}
+
+Lines explain_max_pool2d(const std::string& dtype, const TensorLayout& input, bool channels_last,
+                         const std::vector<int64_t>& window, const std::vector<int64_t>& output) {
+  const MaxPool2dGeometry g = pool_geometry(input.sizes, channels_last, window, output);
   const DType type = dtype_from(dtype);
   return {{"forward", describe(choose_max_pool2d(g, type, static_cast<uintptr_t>(input.address)))},
           {"grad_input", describe(choose_max_pool2d(g, type, 0))}};
@@ -304,6 +313,19 @@ Lines explain_conv2d_moments(const std::string& dtype, const TensorLayout& input
   return {{"statistics", describe(choose_conv2d_moments(p, operands, device))}};
 }
 
+// Whether the four layers run as one, in training. `pool` and `pooled` as in pool_geometry().
+Lines explain_conv_norm_pool(const std::string& dtype, const TensorLayout& input,
+                             const TensorLayout& weight, const std::vector<int64_t>& output,
+                             bool channels_last, const std::vector<int64_t>& window, int64_t groups,
+                             const std::vector<int64_t>& pool, const std::vector<int64_t>& pooled,
+                             const DeviceInfo& device) {
+  const Conv2dShape conv =
+      conv2d_shape(dtype, input, weight, output, channels_last, window, groups);
+  const ConvNormPoolShape shape{
+      conv, pool_geometry({conv.n, conv.k, conv.p, conv.q}, channels_last, pool, pooled)};
+  return {{"fused", describe(choose_conv2d_batch_norm_relu_max_pool2d(shape, device))}};
+}
+
 // ---- cross_entropy ----
 
 // `smoothed`: labels with label_smoothing.
@@ -370,6 +392,7 @@ void define_explain(py::module_& m) {
   m.def("explain_conv2d", &explain_conv2d);
   m.def("explain_conv2d_cpu", &explain_conv2d_cpu);
   m.def("explain_conv2d_moments", &explain_conv2d_moments);
+  m.def("explain_conv_norm_pool", &explain_conv_norm_pool);
   m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_softmax", &explain_softmax);
   m.def("explain_gated_activation", &explain_gated_activation);

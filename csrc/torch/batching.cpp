@@ -68,7 +68,8 @@ void sample_by_sample(const c10::OperatorHandle& op, Stack* stack) {
 TORCH_LIBRARY_IMPL(warpwright, FuncTorchBatched, m) {
   for (const char* name :
        {"batch_norm_update", "batch_norm_relu_update", "batch_norm_activation_update",
-        "batch_norm_relu_max_pool2d_update", "conv2d_batch_norm_update"}) {
+        "batch_norm_relu_max_pool2d_update", "conv2d_batch_norm_update",
+        "conv2d_batch_norm_relu_max_pool2d_update"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&sample_by_sample>());
   }
 }

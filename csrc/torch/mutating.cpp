@@ -25,6 +25,7 @@ constexpr const char* kMutating[] = {
     "batch_norm_activation_update",
     "batch_norm_relu_max_pool2d_update",
     "conv2d_batch_norm_update",
+    "conv2d_batch_norm_relu_max_pool2d_update",
     "cross_entropy_scale_",
     "cross_entropy_backward_",
     "sgd_step_",

@@ -72,6 +72,18 @@ def explain_conv2d_moments(
     device: DeviceInfo,
     sm90: bool,
 ) -> list[tuple[str, str]]: ...
+def explain_conv_norm_pool(
+    dtype: str,
+    input: Operand,
+    weight: Operand,
+    output: Sequence[int],
+    channels_last: bool,
+    window: Sequence[int],
+    groups: int,
+    pool: Sequence[int],
+    pooled: Sequence[int],
+    device: DeviceInfo,
+) -> list[tuple[str, str]]: ...
 def explain_cross_entropy(
     dtype: str,
     input: Operand,

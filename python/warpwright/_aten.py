@@ -199,7 +199,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.movedim(1, -1).flatten()
 
 
-def _relu_mask(output: Tensor, residual: Tensor | None) -> Tensor:
+def relu_mask(output: Tensor, residual: Tensor | None) -> Tensor:
     if residual is None:
         return output.new_empty(0, dtype=torch.uint8)
     place, bit, count = _mask_places(output)
@@ -213,7 +213,7 @@ def batch_norm_relu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     output, mean, rstd = batch_norm(input, *args)
     output = torch.relu(output if residual is None else output + residual)
-    return output, mean, rstd, _relu_mask(output, residual)
+    return output, mean, rstd, relu_mask(output, residual)
 
 
 def batch_norm_relu_update(
@@ -221,7 +221,7 @@ def batch_norm_relu_update(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     output, mean, rstd = batch_norm_update(input, *args)
     output = torch.relu(output if residual is None else output + residual)
-    return output, mean, rstd, _relu_mask(output, residual)
+    return output, mean, rstd, relu_mask(output, residual)
 
 
 def batch_norm_activation(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,33 +260,6 @@ def _normalized(
     y = (input.to(mean.dtype) - _per_channel(mean, input)) * _per_channel(rstd, input)
     y = y * _per_channel(weight, input)
     return (y if bias is None else y + _per_channel(bias, input)).to(input.dtype)
-
-
-def conv2d_batch_norm(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    activation: str,
-    *windows: Any,
-) -> tuple[Tensor, ...]:
-    convolved = torch.conv2d(input, weight, bias, *windows)
-    output, *kept = batch_norm(convolved, norm_weight, norm_bias, None, None, True, eps)
-    output = _native.activated(output, activation, residual)
-    return output, convolved, *kept, _relu_mask(output, residual)
-
-
-def conv2d_batch_norm_update(
-    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *args: Any
-) -> tuple[Tensor, ...]:
-    *norm, activation, stride, padding, dilation, groups = args
-    convolved = torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    output, *kept = batch_norm_update(convolved, *norm)
-    output = _native.activated(output, activation, residual)
-    return output, convolved, *kept, _relu_mask(output, residual)
 
 
 def batch_norm_relu_backward(

@@ -24,6 +24,7 @@ from ._operators import (
     BATCH_NORM_ACTIVATION,
     BATCH_NORM_RELU,
     CONV2D_BATCH_NORM,
+    CONV2D_BATCH_NORM_RELU_MAX_POOL2D,
     CROSS_ENTROPY,
     FFT_CONV,
     GATED_ACTIVATION,
@@ -172,6 +173,17 @@ _RECORDS = (
             ("_silu", "Conv2dBatchNormSiLU2d"),
             ("_hardswish", "Conv2dBatchNormHardswish2d"),
         )
+    ),
+    Op(
+        "conv2d_batch_norm_relu_max_pool2d",
+        CONV2D_BATCH_NORM_RELU_MAX_POOL2D,
+        layer="Conv2dBatchNormReLUMaxPool2d",
+        explain="conv2d_batch_norm_relu_max_pool2d",
+        cpu="conv2d's kernels, then those of batch_norm_relu_max_pool2d",
+        folders=(
+            *("batch_norm", "batch_norm_relu_max_pool2d", "conv2d"),
+            *("conv2d_batch_norm_relu_max_pool2d", "max_pool2d"),
+        ),
     ),
     Op(
         "layer_norm",

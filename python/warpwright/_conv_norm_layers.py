@@ -230,3 +230,37 @@ class Conv2dBatchNormAddReLU2d(Conv2dBatchNorm2d):
 
     def forward(self, input: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         return normalize_convolved(self.norm, self.conv, self._after_norm, input, residual)
+
+
+class Conv2dBatchNormReLUMaxPool2d(Conv2dBatchNorm2d):
+    """A convolution, the batch norm, the ReLU and the max pooling after it, as one op.
+
+    As :class:`Conv2dBatchNorm2d`, and by name the arguments of ``nn.MaxPool2d``; see
+    :func:`warpwright.functional.conv2d_batch_norm_relu_max_pool2d`.
+    """
+
+    def __init__(
+        self,
+        *convolution: Any,
+        pool_kernel_size: int | tuple[int, int],
+        pool_stride: int | tuple[int, int] | None = None,
+        pool_padding: int | tuple[int, int] = 0,
+        pool_dilation: int | tuple[int, int] = 1,
+        ceil_mode: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(*convolution, **options)
+        self.pool = {
+            "kernel_size": pool_kernel_size,
+            "stride": pool_stride,
+            "padding": pool_padding,
+            "dilation": pool_dilation,
+            "ceil_mode": ceil_mode,
+        }
+
+    def forward(self, input: Tensor) -> Tensor:
+        after = "batch_norm_relu_max_pool2d"
+        return normalize_convolved(self.norm, self.conv, after, input, **self.pool)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.pool.items())

@@ -168,6 +168,28 @@ def conv2d_batch_norm_update(
     return (activated(output, activation, residual),)
 
 
+def conv2d_batch_norm_relu_max_pool2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    *windows: Any,
+) -> tuple[Tensor]:
+    convolved = torch.conv2d(input, weight, bias, *windows[:4])
+    norm = norm_weight, norm_bias, None, None, True, eps
+    return batch_norm_relu_max_pool2d(convolved, *norm, *windows[4:9])
+
+
+def conv2d_batch_norm_relu_max_pool2d_update(
+    input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any
+) -> tuple[Tensor]:
+    norm, windows = args[:6], args[6:]
+    convolved = torch.conv2d(input, weight, bias, *windows[:4])
+    return batch_norm_relu_max_pool2d_update(convolved, *norm, *windows[4:9])
+
+
 def linear_cross_entropy(input: Tensor, *args: Any) -> Tensor:
     return linear_cross_entropy_extras(input, *args)[0]
 

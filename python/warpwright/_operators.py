@@ -9,6 +9,7 @@ from torch import nn
 
 from . import (
     _aten,
+    _aten_conv_norms,
     _aten_row_norms,
     _native,
     _native_8bit,
@@ -223,16 +224,37 @@ CONV2D_BATCH_NORM = (
     Operator(
         "conv2d_batch_norm",
         _native.conv2d_batch_norm,
-        _aten.conv2d_batch_norm,
+        _aten_conv_norms.conv2d_batch_norm,
         autocast=True,
         flops=_work.conv2d_batch_norm_flops,
     ),
     Operator(
         "conv2d_batch_norm_update",
         _native.conv2d_batch_norm_update,
-        _aten.conv2d_batch_norm_update,
+        _aten_conv_norms.conv2d_batch_norm_update,
         autocast=True,
         flops=_work.conv2d_batch_norm_flops,
+    ),
+)
+CONV2D_BATCH_NORM_RELU_MAX_POOL2D = (
+    Operator(
+        "conv2d_batch_norm_relu_max_pool2d",
+        _native.conv2d_batch_norm_relu_max_pool2d,
+        _aten_conv_norms.conv2d_batch_norm_relu_max_pool2d,
+        autocast=True,
+        flops=_work.conv_norm_pool_flops,
+    ),
+    Operator(
+        "conv2d_batch_norm_relu_max_pool2d_update",
+        _native.conv2d_batch_norm_relu_max_pool2d_update,
+        _aten_conv_norms.conv2d_batch_norm_relu_max_pool2d_update,
+        autocast=True,
+        flops=_work.conv_norm_pool_update_flops,
+    ),
+    Operator(
+        "conv2d_batch_norm_relu_max_pool2d_backward",
+        aten=_aten_conv_norms.conv2d_batch_norm_relu_max_pool2d_backward,
+        flops=_work.conv_norm_pool_backward_flops,
     ),
 )
 CROSS_ENTROPY = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
-from .functional._conv_norm import takes_statistics
+from .functional._conv_norm import takes_statistics, writes_maxima_alone
 
 
 class RunningStatistics(nn.modules.batchnorm._BatchNorm):
@@ -78,23 +78,44 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
         return output
 
 
-def runs_as_one(norm: RunningStatistics, conv: nn.Conv2d, input: Tensor, *residual: Tensor) -> bool:
-    """Whether the convolution's kernel may take the statistics of the batch norm after it."""
+# Of a pool after a batch norm, and what conv2d_batch_norm_relu_max_pool2d calls them.
+_POOL = {
+    "kernel_size": "pool_kernel_size",
+    "stride": "pool_stride",
+    "padding": "pool_padding",
+    "dilation": "pool_dilation",
+    "ceil_mode": "ceil_mode",
+}
+
+
+def runs_as_one(
+    norm: RunningStatistics, conv: nn.Conv2d, input: Tensor, *residual: Tensor, **pool: Any
+) -> bool:
+    """Whether one op should run the convolution and the batch norm after it."""
     if not (norm.training or norm.running_mean is None) or conv.padding_mode != "zeros":
         return False
     windows = (conv.stride, conv.padding, conv.dilation)
+    if pool:
+        of_pool = tuple(pool[name] for name in _POOL)
+        return conv.groups == 1 and writes_maxima_alone(input, conv.weight, *windows, of_pool)
     return takes_statistics(input, conv.weight, *windows, *residual)
 
 
 def normalize_convolved(
-    norm: RunningStatistics, conv: nn.Conv2d, after: str, input: Tensor, *residual: Tensor
+    norm: RunningStatistics,
+    conv: nn.Conv2d,
+    after: str,
+    input: Tensor,
+    *residual: Tensor,
+    **pool: Any,
 ) -> Tensor:
     """Calls ``norm`` as the functional ``after`` on what ``conv`` makes of ``input``.
 
-    In one op if the convolution's kernel may take the statistics, else one layer after the other.
+    In one op if ``runs_as_one``, else one layer after the other. ``pool``: the further arguments of
+    ``after`` if it ends in a pool.
     """
-    if not runs_as_one(norm, conv, input, *residual):
-        return norm._normalize(conv(input), *residual, functional=after)
+    if not runs_as_one(norm, conv, input, *residual, **pool):
+        return norm._normalize(conv(input), *residual, functional=after, **pool)
 
     def fused(input: Tensor, *rest: Any) -> Tensor:
         *added, running_mean, running_var, weight, bias, training, momentum, eps = rest
@@ -107,6 +128,7 @@ def normalize_convolved(
             conv.padding,
             conv.dilation,
             conv.groups,
+            **{_POOL[name]: value for name, value in pool.items()},
             running_mean=running_mean,
             running_var=running_var,
             norm_weight=weight,

@@ -226,6 +226,34 @@ def conv2d_batch_norm_flops(
     return int(_counter().conv_flop_count(x, weight, out_shape[1]))
 
 
+def _convolution_flops(x: Shape, weight: Shape, windows: Sequence[Any]) -> int:
+    """Of a convolution whose output is no result. ``windows``: stride, padding, dilation, ..."""
+    stride, padding, dilation = ((*w, *w)[:2] for w in windows[:3])
+    rows, columns = (
+        (x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1
+        for i in (0, 1)
+    )
+    return int(2 * x[0] * math.prod(weight) * rows * columns)
+
+
+def conv_norm_pool_flops(x: Shape, weight: Shape, bias: Any, *args: Any, **kwargs: Any) -> int:
+    return _convolution_flops(x, weight, args[3:])
+
+
+def conv_norm_pool_update_flops(
+    x: Shape, weight: Shape, bias: Any, *args: Any, **kwargs: Any
+) -> int:
+    return _convolution_flops(x, weight, args[6:])
+
+
+def conv_norm_pool_backward_flops(
+    dy: Shape, x: Shape, weight: Shape, *args: Any, **kwargs: Any
+) -> int:
+    """Of the gradients that are asked for; not of a convolution that runs again."""
+    wanted: Sequence[bool] = args[-1]
+    return _convolution_flops(x, weight, args[5:]) * (wanted[0] + wanted[1])
+
+
 def conv2d_backward_flops(
     dy: Shape, x: Shape, weight: Shape, stride: Any, padding: Any, dilation: Any, groups: int,
     mask: Sequence[bool], addend: Any = None, out_shape: Any = None, **kwargs: Any,

@@ -27,6 +27,7 @@ from ._conv_norm_layers import (
     Conv2dBatchNormAddReLU2d,
     Conv2dBatchNormHardswish2d,
     Conv2dBatchNormReLU2d,
+    Conv2dBatchNormReLUMaxPool2d,
     Conv2dBatchNormSiLU2d,
     SyncBatchNorm,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Conv2dBatchNormAddReLU2d",
     "Conv2dBatchNormHardswish2d",
     "Conv2dBatchNormReLU2d",
+    "Conv2dBatchNormReLUMaxPool2d",
     "Conv2dBatchNormSiLU2d",
     "CrossEntropyLoss",
     "Dropout",

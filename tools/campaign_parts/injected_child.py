@@ -92,6 +92,11 @@ def image_calls(t: Made, images: torch.Tensor, vector: torch.Tensor) -> Argument
         "conv2d": (F.conv2d, (images, t(16, 16, 3, 3), vector), {"padding": 1}),
         "depthwise": (F.conv2d, (images, t(16, 1, 3, 3), vector), {"groups": 16}),
         "conv2d_batch_norm": (F.conv2d_batch_norm, (images, t(16, 16, 3, 3)), conv_norm),
+        "conv2d_batch_norm_relu_max_pool2d": (
+            F.conv2d_batch_norm_relu_max_pool2d,
+            (t(8, 1, 28, 28).detach(), t(16, 1, 3, 3)),
+            {**conv_norm, "pool_kernel_size": 2},
+        ),
         "batch_norm_relu": (F.batch_norm_relu, (images, *norm), {}),
         "batch_norm_relu_max_pool2d": (
             F.batch_norm_relu_max_pool2d,

@@ -23,7 +23,9 @@ TESTS = {
     "functional/_attention.py": ["test_attention*.py"],
     "functional/_common.py": ["test_relu.py", "test_linear.py"],
     "functional/_conv.py": ["test_conv2d*.py"],
-    "functional/_conv_norm.py": ["test_conv2d_batch_norm.py"],
+    "functional/_conv_norm.py": [
+        *("test_conv2d_batch_norm.py", "test_conv2d_batch_norm_relu_max_pool2d.py"),
+    ],
     "functional/_dropout.py": ["test_dropout.py"],
     "functional/_embedding.py": ["test_embedding*.py"],
     "functional/_group_norm.py": ["test_group_norm.py"],

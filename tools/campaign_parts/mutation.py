@@ -39,6 +39,10 @@ TESTS = {
     "batch_norm_relu_max_pool2d": (["test_batch_norm_relu_max_pool2d.py"], "batch_norm"),
     "conv2d": (["test_conv2d*.py"], "conv2d"),
     "conv2d_batch_norm": (["test_conv2d_batch_norm.py"], "conv2d_batch_norm"),
+    "conv2d_batch_norm_relu_max_pool2d": (
+        ["test_conv2d_batch_norm_relu_max_pool2d*.py"],
+        "conv2d_batch_norm_relu_max_pool2d",
+    ),
     "cross_entropy": (["test_cross_entropy*.py"], "cross_entropy"),
     "gated_activation": (["test_gated_activation.py"], "gated or glu"),
     "rotary_embedding": (["test_rotary_embedding.py"], "rotary"),

@@ -242,6 +242,29 @@ def conv2d_batch_norm_cases():
         yield f"{name}-add_relu", add_relu, (x, residual, *rest), {}
 
 
+def conv2d_batch_norm_relu_max_pool2d_cases():
+    """Each window, in both layouts, with tiles and pools that end inside and past the image."""
+    for c, k, window, size in (
+        *((1, 32, 3, (28, 28)), (1, 12, 3, (9, 131)), (1, 512, 3, (6, 7))),
+        *((1, 8, 5, (28, 30)), (3, 16, 3, (33, 32))),
+    ):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x, w = rand(3, c, *size), rand(k, c, window, window)
+            x, w = (t.contiguous(memory_format=layout) for t in (x.detach(), w))
+
+            def call(w, bias, norm_weight, norm_bias, x=x, padding=window // 2):
+                return F.conv2d_batch_norm_relu_max_pool2d(
+                    *(x, w, bias, 1, padding),
+                    pool_kernel_size=2,
+                    norm_weight=norm_weight,
+                    norm_bias=norm_bias,
+                    training=True,
+                )
+
+            name = f"{c}-{k}-k{window}-{size[1]}-{str(layout).rpartition('.')[2]}"
+            yield name, call, (w, rand(k), rand(k), rand(k)), {}
+
+
 def joined_dgrad_cases():
     """dgrad that adds a gradient: a matrix product, windows, phases, 64 channels transposed."""
     for filters, channels, window, stride in (

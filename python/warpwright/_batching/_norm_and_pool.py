@@ -127,6 +127,27 @@ def conv2d_batch_norm(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
     return (y, convolved, mean, rstd, mask), (of_y[0], at, *of_y[1:], of_mask)
 
 
+def conv2d_batch_norm_relu_max_pool2d(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
+    """The convolution's rule, then that of batch norm and pool in training."""
+    x, weight, bias, norm_weight, norm_bias, eps, *windows = args
+    if x.dim() - (dims[0] is not None) != 4:
+        op = ops.conv2d_batch_norm_relu_max_pool2d
+        return one_by_one(op, info.batch_size, dims, args)  # raises
+    convolved, at = conv2d(info, dims[:3], x, weight, bias, *windows[:4])
+    norm = norm_weight, norm_bias, None, None, True, eps
+    rule = batch_norm(ops.batch_norm_relu_max_pool2d)
+    of_norm = *dims[3:5], None, None, None, None, *[None] * len(windows[4:])
+    found, places = rule(info, (at, *of_norm), convolved, *norm, *windows[4:])
+    return found[:4], places[:4]
+
+
+def conv2d_batch_norm_relu_max_pool2d_backward(
+    info: Any, dims: Dims, *args: Any
+) -> tuple[Any, Any]:
+    op = ops.conv2d_batch_norm_relu_max_pool2d_backward
+    return one_by_one(op, info.batch_size, dims, args)
+
+
 def pool(op: Any) -> Rule:
     def rule(info: Any, dims: Dims, x: Tensor, *window: Any) -> tuple[Any, Any]:
         results = op(images(x, dims[0], info.batch_size), *window)
@@ -187,4 +208,6 @@ BATCH_NORM_RULES: dict[str, Rule] = {
     "batch_norm_relu": batch_norm_relu,
     "batch_norm_relu_backward": batch_norm_relu_backward,
     "conv2d_batch_norm": conv2d_batch_norm,
+    "conv2d_batch_norm_relu_max_pool2d": conv2d_batch_norm_relu_max_pool2d,
+    "conv2d_batch_norm_relu_max_pool2d_backward": conv2d_batch_norm_relu_max_pool2d_backward,
 }

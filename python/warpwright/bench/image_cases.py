@@ -1,4 +1,4 @@
-"""Cases of squeeze-and-excitation: the layers of EfficientNet-B0 and MobileNetV3-L."""
+"""Cases of images: squeeze-and-excitation of EfficientNet-B0 and MobileNetV3-L, and first layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _squeeze_excitation, _work
-from .cases import BF16, FP32, NCHW, NHWC, Case, Inputs, _randn
+from .cases import BF16, FP32, NCHW, NHWC, Case, Inputs, _conv2d, _randn
 
 Forms = tuple[str, str]
 EFFICIENTNET: Forms = ("silu", "sigmoid")
@@ -60,13 +60,66 @@ _OF_EFFICIENTNET = (
     *((480, 20, 14), (672, 28, 14), (1152, 48, 7)),
 )
 _OF_MOBILENET = ((72, 24, 28), (120, 32, 28), (480, 120, 14), (672, 168, 14), (960, 240, 7))
-SQUEEZE_EXCITATIONS = [
+
+
+def _first_layer(shape: tuple[int, int, int, int], out: int, k: int, layout: str) -> Case:
+    """Convolution, batch norm, relu and a pool of 2x2 of images that need no gradient, in training.
+
+    Native calls one after the other. The fewest bytes: the image twice, and the pooled output with
+    a byte per element.
+    """
+    plain = _conv2d(shape, out, k, 1, k // 2, FP32, layout)
+    n, _, h, w = shape
+    bytes = 2 * torch.Size(shape).numel() * 4 + n * out * (h // 2) * (w // 2) * 5
+
+    def make(device: str) -> Inputs:
+        inputs = plain.make(device)
+        norm = {name: _randn((out,), FP32, device) for name in ("gamma", "beta")}
+        return {"x": inputs["x"].detach(), "weight": inputs["weight"], **norm}
+
+    def call(F: Any, i: Inputs) -> Tensor:
+        result: Tensor = F.conv2d_batch_norm_relu_max_pool2d(
+            i["x"],
+            i["weight"],
+            padding=k // 2,
+            pool_kernel_size=2,
+            norm_weight=i["gamma"],
+            norm_bias=i["beta"],
+            training=True,
+        )
+        return result
+
+    def native(F: Any, i: Inputs) -> Tensor:
+        y = F.conv2d(i["x"], i["weight"], None, 1, k // 2)
+        y = F.batch_norm(y, None, None, i["gamma"], i["beta"], True)
+        result: Tensor = F.max_pool2d(F.relu(y), 2)
+        return result
+
+    return Case(
+        "conv2d_batch_norm_relu_max_pool2d",
+        f"{'x'.join(map(str, shape))}->{out} k{k}",
+        FP32,
+        layout,
+        make,
+        call,
+        {"fwd": bytes, "bwd": bytes},
+        {"fwd": plain.flops["fwd"], "bwd": plain.flops["fwd"]},
+        native=native,
+        kinked=True,
+    )
+
+
+IMAGES = [
     *(_squeezed((256, c, n, n), s, BF16, NHWC) for c, s, n in _OF_EFFICIENTNET),
     *(_squeezed((256, c, n, n), s, BF16, NHWC, MOBILENET) for c, s, n in _OF_MOBILENET),
     _squeezed((256, 144, 56, 56), 6, BF16, NCHW),
     _squeezed((256, 144, 56, 56), 6, FP32, NHWC),
+    *(_first_layer((1024, 1, 28, 28), 32, 3, layout) for layout in (NHWC, NCHW)),
+    *(_first_layer((1024, 1, 28, 28), 32, 5, layout) for layout in (NHWC, NCHW)),
+    *(_first_layer((1024, 3, 32, 32), 64, 3, layout) for layout in (NHWC, NCHW)),
 ]
-SMALL_SQUEEZE_EXCITATIONS = [
+SMALL_IMAGES = [
     _squeezed((8, 96, 28, 28), 4, FP32, NCHW),
     _squeezed((8, 96, 28, 28), 4, FP32, NHWC, MOBILENET),
+    *(_first_layer((64, 1, 28, 28), 32, 3, layout) for layout in (NHWC, NCHW)),
 ]

@@ -31,7 +31,7 @@ from .cases import (
 from .code_cases import E4M3, _linear_codes, _quantize
 from .elementwise_cases import ELEMENTWISE, SMALL_ELEMENTWISE
 from .fft_cases import _fft_conv1d, _fft_conv2d
-from .image_cases import SMALL_SQUEEZE_EXCITATIONS, SQUEEZE_EXCITATIONS
+from .image_cases import IMAGES, SMALL_IMAGES
 from .language_cases import (
     EMBEDDINGS,
     SMALL_EMBEDDINGS,
@@ -440,12 +440,12 @@ def _all_cases() -> list[Case]:
     return cases
 
 
-CASES = [*_all_cases(), *_layers_with_norms(256), *SQUEEZE_EXCITATIONS, *EMBEDDINGS]
+CASES = [*_all_cases(), *_layers_with_norms(256), *IMAGES, *EMBEDDINGS]
 
 # Small enough for two CPU cores and for a look at a new machine.
 QUICK_CASES = [
     *SMALL_ELEMENTWISE,
-    *SMALL_SQUEEZE_EXCITATIONS,
+    *SMALL_IMAGES,
     *SMALL_EMBEDDINGS,
     _gated("swiglu", 2048, 768, FP32),
     _gated("geglu", 2048, 768, FP32, packed=True),

@@ -8,6 +8,7 @@ from ._conv_norm import (
     conv2d_batch_norm_add_relu,
     conv2d_batch_norm_hardswish,
     conv2d_batch_norm_relu,
+    conv2d_batch_norm_relu_max_pool2d,
     conv2d_batch_norm_silu,
 )
 from ._dropout import dropout
@@ -53,6 +54,7 @@ __all__ = [
     "conv2d_batch_norm_add_relu",
     "conv2d_batch_norm_hardswish",
     "conv2d_batch_norm_relu",
+    "conv2d_batch_norm_relu_max_pool2d",
     "conv2d_batch_norm_silu",
     "cross_entropy",
     "cumprod",

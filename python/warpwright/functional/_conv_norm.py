@@ -1,4 +1,4 @@
-"""A convolution and the batch norm after it. In training the convolution's kernel takes the statistics."""
+"""A convolution and the batch norm after it, as one op in training; the longest chain ends in a pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _arguments
 from .._ops import ops
-from ._common import pair
+from ._common import pair, pool_window
 from ._conv import conv2d
 from ._norm import (
     _norm_options,
@@ -18,6 +18,7 @@ from ._norm import (
     batch_norm_add_relu,
     batch_norm_hardswish,
     batch_norm_relu,
+    batch_norm_relu_max_pool2d,
     batch_norm_silu,
 )
 
@@ -61,6 +62,53 @@ def takes_statistics(
         for i, (s, p, d) in enumerate(zip(*windows, strict=True))
     )
     return residual.dtype == dtype and residual.shape == (input.size(0), weight.size(0), *extents)
+
+
+# Windows (input channels, rows, columns) with kernels that never write the convolution's output.
+FEW_ELEMENTS = ((1, 3, 3), (1, 5, 5), (3, 3, 3))
+
+
+def writes_maxima_alone(
+    input: Tensor,
+    weight: Tensor,
+    stride: int | Sequence[int],
+    padding: str | int | Sequence[int],
+    dilation: int | Sequence[int],
+    pool: tuple[Any, ...],
+) -> bool:
+    """Whether a call in training should run as one operator: the first layer of a network.
+
+    Its images are float32, on a GPU and need no gradient, its windows have few elements, and the
+    pool is of 2x2. Elsewhere the backward would compute the convolution again.
+
+    Args:
+        pool: kernel_size, stride, padding, dilation and ceil_mode of the pool.
+    """
+    if not all(isinstance(t, Tensor) for t in (input, weight)) or isinstance(padding, str):
+        return False
+    if not input.is_cuda or input.dim() != 4 or input.dtype != torch.float32:
+        return False
+    if input.requires_grad or torch.is_autocast_enabled("cuda"):
+        return False
+    kernel, step, *rest = pool
+    return (
+        tuple(weight.shape[1:]) in FEW_ELEMENTS
+        and weight.size(0) % 4 == 0
+        and _is_all(1, stride)
+        and _is_all(1, dilation)
+        and _is_all(2, kernel)
+        and (step is None or _is_all(2, step))
+        and _is_all(0, rest[0])
+        and _is_all(1, rest[1])
+        and not rest[2]
+    )
+
+
+def _is_all(value: int, extents: int | Sequence[int]) -> bool:
+    """Whether an argument for both dimensions is ``value`` in each."""
+    if isinstance(extents, int):
+        return extents == value
+    return len(extents) == 2 and all(extent == value for extent in extents)
 
 
 def conv2d_batch_norm(
@@ -206,6 +254,66 @@ def conv2d_batch_norm_add_relu(
     )
 
 
+def conv2d_batch_norm_relu_max_pool2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    pool_kernel_size: int | tuple[int, int],
+    pool_stride: int | tuple[int, int] | None = None,
+    pool_padding: int | tuple[int, int] = 0,
+    pool_dilation: int | tuple[int, int] = 1,
+    ceil_mode: bool = False,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``max_pool2d(relu(batch_norm(conv2d(input, weight, ...), ...)), pool_kernel_size, ...)``.
+
+    For the first layer of a network, with windows of 3x3 or 5x5 of one channel or 3x3 of three,
+    float32 and training on a GPU, the convolution's output is never written. Its statistics follow
+    from mean and covariance of the windows of ``input``, because a convolution is linear. The
+    gradient of ``bias`` is then zero, its exact value: batch norm subtracts what a bias adds. All
+    other calls run :func:`conv2d` and :func:`batch_norm_relu_max_pool2d`.
+
+    Args:
+        input, weight, bias, stride, padding, dilation, groups: :func:`conv2d`'s.
+        pool_kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode: :func:`max_pool2d`'s.
+        running_mean, running_var, training, momentum, eps: :func:`batch_norm`'s.
+        norm_weight, norm_bias: its ``weight`` and ``bias``.
+
+    Shapes, dtypes and errors are those of the functions.
+    """
+    name = "conv2d_batch_norm_relu_max_pool2d"
+    conv = (input, weight, bias, stride, padding, dilation, groups)
+    pool = (pool_kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode)
+    training, momentum, eps = _norm_options(name, training, momentum, eps)
+    if (
+        not training
+        or eps <= 0
+        or (running_mean is None) != (running_var is None)
+        or groups != 1
+        or not writes_maxima_alone(input, weight, stride, padding, dilation, pool)
+    ):
+        norm = (running_mean, running_var, norm_weight, norm_bias, training, momentum, eps)
+        return batch_norm_relu_max_pool2d(conv2d(*conv), *norm, *pool)
+    operands = (input, weight, bias, norm_weight, norm_bias)
+    return _call(
+        name,
+        name,
+        (*operands, running_mean, running_var, momentum, eps),
+        (*_windows(name, stride, padding, dilation), 1, *pool_window(name, *pool)),
+    )
+
+
 def _run(
     name: str, conv: tuple[Any, ...], norm: tuple[Any, ...], residual: Tensor | None = None
 ) -> Tensor:
@@ -223,21 +331,48 @@ def _run(
         return after(conv2d(*conv), *added, *norm)
     if groups.__class__ is not int:
         groups = _arguments.integer(name, "groups", groups)
-    operands = (input, weight, bias, residual, norm_weight, norm_bias)
-    windows = (
+    return _call(
+        name,
+        "conv2d_batch_norm",
+        (
+            input,
+            weight,
+            bias,
+            residual,
+            norm_weight,
+            norm_bias,
+            running_mean,
+            running_var,
+            momentum,
+            eps,
+        ),
+        (activation, *_windows(name, stride, padding, dilation), groups),
+    )
+
+
+def _windows(name: str, stride: Any, padding: Any, dilation: Any) -> tuple[Any, ...]:
+    return (
         pair(name, "stride", stride),
         pair(name, "padding", padding),
         pair(name, "dilation", dilation),
     )
-    options = (eps, activation, *windows, groups)
+
+
+def _call(name: str, op: str, operands: tuple[Any, ...], options: tuple[Any, ...]) -> Tensor:
+    """Calls ``op``, or the operator that also moves the running statistics, for the function ``name``.
+
+    Args:
+        operands: those of the convolution and the norm, then the running statistics, momentum, eps.
+    """
+    *tensors, running_mean, running_var, momentum, eps = operands
     try:
         if running_mean is None:
-            return ops.conv2d_batch_norm(*operands, *options)[0]
-        return ops.conv2d_batch_norm_update(
-            *operands, running_mean, running_var, momentum, *options
-        )[0]
+            return getattr(ops, op)(*tensors, eps, *options)[0]  # type: ignore[no-any-return]
+        update = getattr(ops, op + "_update")
+        return update(*tensors, running_mean, running_var, momentum, eps, *options)[0]  # type: ignore[no-any-return]
     except RuntimeError as error:
+        input, weight, bias, *_, norm_weight, norm_bias = tensors
         optional = {"bias": bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
         optional |= {"running_mean": running_mean, "running_var": running_var}
-        tensors = {"input": input, "weight": weight}
-        raise _arguments.error(error, name, tensors, optional) from None
+        required = {"input": input, "weight": weight}
+        raise _arguments.error(error, name, required, optional) from None

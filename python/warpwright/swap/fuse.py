@@ -215,9 +215,9 @@ class Block:
         return ""
 
     def _convolution(self, pattern: Pattern, steps: list[_Step]) -> fx.Node | None:
-        """The convolution whose output only this chain reads, if its kernel may take the statistics."""
+        """The convolution whose output only this chain reads, if one op may compute both."""
         node = steps[0].node.args[0]
-        if steps[0].op != "batch_norm" or "max_pool2d" in pattern.ops or steps[0].layer is None:
+        if steps[0].op != "batch_norm" or steps[0].layer is None:
             return None
         if steps[0].why_not or (pattern, steps[0].kinds[0]) not in KEEPERS:
             return None

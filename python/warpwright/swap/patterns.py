@@ -118,8 +118,9 @@ class _BatchNormKeeper(_BatchNorm):
         if "conv" in fused:
             fused = dict(fused)
             conv = fused.pop("conv")
-            if runs_as_one(self, conv, input, *residual):
-                return normalize_convolved(self, conv, self._functional, input, *residual)
+            pool = {} if residual else fused
+            if runs_as_one(self, conv, input, *residual, **pool):
+                return normalize_convolved(self, conv, self._functional, input, *residual, **pool)
             input = conv(input)
         if residual:
             (other,), in_place = residual, fused["in_place"]

@@ -195,6 +195,34 @@ def _convolved(update: bool) -> Callable[..., list[Row]]:
     return rows
 
 
+def _convolved_pooled(update: bool) -> Callable[..., list[Row]]:
+    """As `_convolved`; the codes are images."""
+    results, operands = 4, 7 if update else 5
+
+    def rows(x: Any, w: Any, b: Any, *options: Any) -> list[Row]:
+        table: list[Row] = [([R] * results, [R] * operands)]
+        groups, save = options[-7], options[-1]
+        if groups == 1:
+            codes = S(1) if save else R
+            channels = [S(0)] * (operands - 3)
+            table.append(([S(1), S(0), S(0), codes], [R, S(0), S(0), *channels]))
+        return table
+
+    return rows
+
+
+def conv2d_batch_norm_relu_max_pool2d_backward(
+    dy: Any, x: Any, w: Any, b: Any, norm_weight: Any, mean: Any, rstd: Any, codes: Any,
+    *options: Any,
+) -> list[Row]:  # fmt: skip
+    groups, wanted = options[3], options[-1]
+    table: list[Row] = [(picked(wanted, *[R] * 5), [R] * 8)]
+    if groups == 1:  # the gradient of x is a sum over the output channels
+        gradients = picked(wanted, P, S(0), S(0), S(0), S(0))
+        table.append((gradients, [S(1), R, S(0), S(0), S(0), S(0), S(0), S(1)]))
+    return table
+
+
 def _pooled(update: bool) -> Callable[..., list[Row]]:
     def rows(
         x: Any, w: Any, b: Any, mean: Any, var: Any, training: Any, *options: Any
@@ -249,6 +277,18 @@ RULES = {
         kept=("weight",),
         written=("running_mean", "running_var"),
         advice=BATCH_ADVICE,
+    ),
+    "conv2d_batch_norm_relu_max_pool2d": Rule(
+        _convolved_pooled(update=False), kept=("weight",), advice=BATCH_ADVICE
+    ),
+    "conv2d_batch_norm_relu_max_pool2d_update": Rule(
+        _convolved_pooled(update=True),
+        kept=("weight",),
+        written=("running_mean", "running_var"),
+        advice=BATCH_ADVICE,
+    ),
+    "conv2d_batch_norm_relu_max_pool2d_backward": Rule(
+        conv2d_batch_norm_relu_max_pool2d_backward, kept=("weight",), advice=BATCH_ADVICE
     ),
     "batch_norm_relu_max_pool2d": _batch(_pooled(update=False)),
     "batch_norm_relu_max_pool2d_update": _batch(_pooled(update=True), update=True),
