@@ -259,6 +259,49 @@ def test_batch_norm_chain(device, dtype, name):
     run(test, CASES)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_first_layer(device, dtype):
+    """Most cases are such that the GPU's kernels take them: few elements, a pool of 2x2."""
+
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=("normal",))
+        c, size = draw(st.sampled_from([(1, 3), (1, 5), (3, 3), (2, 3), (1, 2)]))
+        k, padding = draw(st.sampled_from([4, 8, 12, 36, 5])), draw(st.integers(0, 2))
+        n, h, w = draw(SMALL), draw(st.integers(size + 1, 40)), draw(st.integers(size + 1, 75))
+        x = make(n, c, h, w, grad=draw(st.integers(0, 3)) == 0)
+        weight, norm_weight, norm_bias = make(k, c, size, size), make.maybe(k), make.maybe(k)
+        if device == "cuda" and norm_weight is None:
+            norm_bias = None  # as in test_batch_norm_chain
+        # Without a gradient: batch norm subtracts a bias, and native's is rounding alone.
+        bias = draw(st.sampled_from([None, make(k, grad=False)]))
+        window = windows(draw) if draw(st.integers(0, 3)) == 0 else (2, 2, 0, 1, False)
+        eps = draw(st.sampled_from([1e-5, 0.1]))
+
+        def ours(x, weight, bias, norm_weight, norm_bias):
+            names = (
+                "pool_kernel_size",
+                "pool_stride",
+                "pool_padding",
+                "pool_dilation",
+                "ceil_mode",
+            )
+            norm = {"norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
+            options = dict(zip(names, window, strict=True)) | norm
+            return F.conv2d_batch_norm_relu_max_pool2d(
+                x, weight, bias, 1, padding, training=True, **options
+            )
+
+        def native(x, weight, bias, norm_weight, norm_bias):
+            y = NATIVE.conv2d(x, weight, bias, 1, padding)
+            y = NATIVE.batch_norm(y, None, None, norm_weight, norm_bias, True, 0.1, eps)
+            return NATIVE.max_pool2d(NATIVE.relu(y), *window)
+
+        args = (x, weight, bias, norm_weight, norm_bias)
+        check(make, errors, ours, native, args, amplifies=True, strides=False)
+
+    run(test, CASES)
+
+
 @each_dtype
 def test_linear_cross_entropy(device, dtype):
     def test(draw, errors):
