@@ -294,6 +294,34 @@ class BuildPython(build_py):
             shutil.copy2(ROOT / "csrc" / header, target)
 
 
+def wide_sources() -> list[str]:
+    return [path for path in sources(".cpp") if path.endswith("_loops_cpu.cpp")] if X86 else []
+
+
+def is_newer(target: Path, dependencies: Path) -> bool:
+    """Whether an object is newer than all files that the compiler has read for it."""
+    if not target.exists() or not dependencies.exists():
+        return False
+    _, _, files = dependencies.read_text().replace("\\\n", " ").partition(":")
+    made = target.stat().st_mtime
+    return all(Path(f).exists() and Path(f).stat().st_mtime <= made for f in files.split())
+
+
+def check_weak_symbols(target: Path) -> None:
+    """Ends the build if an object for AVX-512 has a function that the linker may merge with others'.
+
+    The linker keeps one of the functions of one name. A CPU without AVX-512 could then meet one that
+    was compiled for it.
+    """
+    command = ["nm", "--demangle", "--defined-only", str(target)]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    weak = [line.split(maxsplit=2)[2] for line in symbols.splitlines() if " W " in line]
+    shared = [name for name in weak if "::AVX512::" not in name]
+    if shared:
+        target.unlink()
+        sys.exit(f"setup.py: {target.name} has functions outside of AVX512: {', '.join(shared)}")
+
+
 class Build(BuildExtension):
     def get_ext_filename(self, fullname: str) -> str:
         # A plain shared library: no Python tag, because there is no Python in it.
@@ -315,6 +343,7 @@ class Build(BuildExtension):
         if self.editable_mode:
             # setuptools gives a fresh folder each time; ninja needs the old objects.
             self.build_temp = str(ROOT / "build" / "editable")
+        self.compile_wide_loops()
         self.precompile_headers()
         self.group_sources()
         super().build_extensions()
@@ -328,6 +357,31 @@ class Build(BuildExtension):
         folder = Path(self.build_temp).resolve() / "together"
         for extension in self.extensions:
             extension.sources = compile_together(extension.sources, folder)
+
+    def compile_wide_loops(self) -> None:
+        """Compiles X_loops_cpu.cpp for AVX-512 (csrc/cpu/capability.h).
+
+        torch's build has the same flags for all files of a library, so these objects are made here.
+        """
+        if REUSE_LIBRARY:
+            return
+        compiler = shlex.split(os.environ.get("CXX", "g++"))
+        folders = (*library.include_dirs, *self.compiler.include_dirs)
+        command = [
+            *(*compiler, *self.compiler.compiler_so[1:], *map(macro_flag, library.define_macros)),
+            *(*(f"-I{folder}" for folder in folders), *wide_flags),
+        ]
+        for source in wide_sources():
+            made = Path(self.build_temp).resolve() / "avx512" / source
+            target, stamp = made.with_suffix(".o"), made.with_suffix(".stamp")
+            text = f"{torch.__version__} {shlex.join(command)}"
+            if not is_newer(target, made.with_suffix(".d")) or stamp.read_text() != text:
+                made.parent.mkdir(parents=True, exist_ok=True)
+                run = [*command, "-MMD", "-MF", str(made.with_suffix(".d"))]
+                subprocess.run([*run, "-c", str(ROOT / source), "-o", str(target)], check=True)
+                check_weak_symbols(target)
+                stamp.write_text(text)
+            library.extra_objects.append(str(target))
 
     def precompile_headers(self) -> None:
         """Compiles torch's headers once and lets each C++ file of the library begin with them.
@@ -410,6 +464,11 @@ cxx_flags = [
     "-Wall",
     "-Wno-unknown-pragmas",
     *cpu_flags,
+]
+# Of the loops that exist for AVX-512, too.
+wide_flags = [f for f in cxx_flags if f not in cpu_flags] + [
+    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
+    *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
 ]
 SANITIZE = flag("SANITIZE")
 # Python's own flags define signed overflow (-fwrapv), which hides it. vptr wants torch's type

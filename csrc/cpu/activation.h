@@ -13,6 +13,7 @@
 #include "cpu/types.h"
 
 namespace warpwright {
+inline namespace CPU_CAPABILITY {  // cpu/capability.h
 
 template <class T>
 using Vector = at::vec::Vectorized<T>;
@@ -20,8 +21,12 @@ using Vector = at::vec::Vectorized<T>;
 // min(x, bound), where NaN stays: one instruction, at::vec::minimum has four.
 template <class Acc>
 __attribute__((always_inline)) inline Vector<Acc> at_most(Vector<Acc> x, double bound) {
-#ifdef __AVX2__
-  if constexpr (std::is_same_v<Acc, float> && sizeof(x) == sizeof(__m256)) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<Acc, float>) {
+    return _mm512_min_ps(Vector<float>(static_cast<float>(bound)), x);
+  }
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<Acc, float>) {
     return _mm256_min_ps(Vector<float>(static_cast<float>(bound)), x);
   }
 #endif
@@ -189,4 +194,5 @@ struct Elements {
   }
 };
 
+}  // namespace CPU_CAPABILITY
 }  // namespace warpwright

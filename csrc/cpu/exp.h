@@ -4,18 +4,31 @@
 
 #include <ATen/cpu/vec/vec.h>
 
+#include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#include "cpu/lanes.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace warpwright {
+inline namespace CPU_CAPABILITY {  // cpu/capability.h
+
+// A register of floats: Values<float> of cpu/lanes.h, or twice as many for AVX-512.
+#ifdef CPU_CAPABILITY_AVX512
+constexpr int kFloatLanesBytes = 64;
+#else
+constexpr int kFloatLanesBytes = 32;
+#endif
+using FloatLanes __attribute__((vector_size(kFloatLanesBytes))) = float;
 
 // exp(x) = 2^n exp(r), |r| <= ln(2) / 2, and exp(r) = 1 + r + r^2 q(r). q is the polynomial of
 // degree 4 with the least largest relative error of exp(r), 3.1e-9 (Remez' algorithm).
 // Of |x| <= 120, or NaN.
-__attribute__((always_inline)) inline Values<float> bounded_exp_lanes(Values<float> x) {
-  using V = Values<float>;
-  using Bits = Mask<float>;
+__attribute__((always_inline)) inline FloatLanes bounded_exp_lanes(FloatLanes x) {
+  using V = FloatLanes;
+  using Bits __attribute__((vector_size(kFloatLanesBytes))) = int32_t;
   // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
   constexpr float kRound = 12582912.f, kLog2E = 1.44269504f;
   const V shifted = x * kLog2E + kRound;
@@ -40,14 +53,15 @@ __attribute__((always_inline)) inline Values<float> bounded_exp_lanes(Values<flo
   return p * scale_low * scale_high;
 }
 
-// x, not below `low` nor above `high`; NaN stays.
-__attribute__((always_inline)) inline Values<float> clamped_lanes(Values<float> x, float low,
-                                                                  float high) {
-  using V = Values<float>;
+// x, not below `low` nor above `high`; NaN stays. The instructions return their second operand if
+// one is NaN. A comparison and a blend would take a third of exp's time.
+__attribute__((always_inline)) inline FloatLanes clamped_lanes(FloatLanes x, float low,
+                                                               float high) {
+  using V = FloatLanes;
   const V least = V{} + low, most = V{} + high;
-#ifdef __AVX2__
-  // These instructions return their second operand if one is NaN. A comparison and a blend would
-  // take a third of exp's time.
+#if defined(CPU_CAPABILITY_AVX512)
+  return (V)_mm512_min_ps((__m512)most, _mm512_max_ps((__m512)least, (__m512)x));
+#elif defined(__AVX2__)
   return (V)_mm256_min_ps((__m256)most, _mm256_max_ps((__m256)least, (__m256)x));
 #else
   x = x < least ? least : x;
@@ -55,7 +69,7 @@ __attribute__((always_inline)) inline Values<float> clamped_lanes(Values<float> 
 #endif
 }
 
-__attribute__((always_inline)) inline Values<float> exp_lanes(Values<float> x) {
+__attribute__((always_inline)) inline FloatLanes exp_lanes(FloatLanes x) {
   return bounded_exp_lanes(clamped_lanes(x, -104, 89));  // exp is 0 and infinity there
 }
 
@@ -63,8 +77,8 @@ __attribute__((always_inline)) inline Values<float> exp_lanes(Values<float> x) {
 template <bool kBounded = false, class C>
 __attribute__((always_inline)) inline at::vec::Vectorized<C> exp_of(
     const at::vec::Vectorized<C>& x) {
-  if constexpr (std::is_same_v<C, float> && sizeof(x) == sizeof(Values<float>)) {
-    Values<float> lanes;
+  if constexpr (std::is_same_v<C, float> && sizeof(x) == kFloatLanesBytes) {
+    FloatLanes lanes;
     x.store(&lanes);
     lanes = kBounded ? bounded_exp_lanes(lanes) : exp_lanes(lanes);
     return at::vec::Vectorized<C>::loadu(&lanes);
@@ -73,4 +87,5 @@ __attribute__((always_inline)) inline at::vec::Vectorized<C> exp_of(
   }
 }
 
+}  // namespace CPU_CAPABILITY
 }  // namespace warpwright

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "cpu/exp.h"
+#include "cpu/lanes.h"
 #include "ops/batch_norm/batch_norm.h"
 
 namespace warpwright {
