@@ -13,6 +13,7 @@
 #include "cpu/types.h"
 
 namespace warpwright {
+inline namespace CPU_CAPABILITY {  // cpu/capability.h
 
 template <class T>
 struct LanesOf {
@@ -155,4 +156,5 @@ inline void store_even_odd(T* target, Values<T> even, Values<T> odd) {
   }
 }
 
+}  // namespace CPU_CAPABILITY
 }  // namespace warpwright

@@ -1,6 +1,6 @@
-// Philox4x32-7 for eight counters at once. The bits are those of philox4x32(); test_dropout.py has
-// the reference for both. A function for the round that both call would change the GPU's code, so
-// it stands twice.
+// Philox4x32-7 for eight counters at once, for sixteen with AVX-512. The bits are those of
+// philox4x32(); test_dropout.py has the reference for both. A function for the round that both call
+// would change the GPU's code, so it stands twice.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,21 @@
 #include "common/philox.h"
 
 namespace warpwright {
+inline namespace CPU_CAPABILITY {  // cpu/capability.h
 
-// A word of four counters, in the low half of a lane each. The high half holds any bits.
-using PhiloxWords __attribute__((vector_size(32))) = uint64_t;
+#ifdef CPU_CAPABILITY_AVX512
+constexpr int kPhiloxLanes = 8;
+#else
 constexpr int kPhiloxLanes = 4;
+#endif
+// A word of as many counters, in the low half of a lane each. The high half holds any bits.
+using PhiloxWords __attribute__((vector_size(8 * kPhiloxLanes))) = uint64_t;
 
 // The 64-bit products of the low halves with a number.
 inline PhiloxWords multiply_low_halves(PhiloxWords words, uint32_t multiplier) {
-#ifdef __AVX2__
+#if defined(CPU_CAPABILITY_AVX512)
+  return (PhiloxWords)_mm512_mul_epu32((__m512i)words, _mm512_set1_epi64(multiplier));
+#elif defined(__AVX2__)
   return (PhiloxWords)_mm256_mul_epu32((__m256i)words, _mm256_set1_epi64x(multiplier));
 #else
   return (words & 0xffffffffu) * multiplier;
@@ -41,8 +48,8 @@ struct PhiloxKeys {
   }
 };
 
-// The words of two times four counters become random numbers. The two are independent, which hides
-// the products' latency.
+// The words of two times kPhiloxLanes counters become random numbers. The two are independent,
+// which hides the products' latency.
 inline void philox_rounds(const PhiloxKeys& keys, PhiloxWords (&word)[4][2]) {
   constexpr uint32_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
 #pragma GCC unroll 7
@@ -59,4 +66,5 @@ inline void philox_rounds(const PhiloxKeys& keys, PhiloxWords (&word)[4][2]) {
   }
 }
 
+}  // namespace CPU_CAPABILITY
 }  // namespace warpwright

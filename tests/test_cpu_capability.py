@@ -1,0 +1,56 @@
+"""The CPU's loops for AVX2 and for AVX-512 (csrc/cpu/capability.h) give the same bits."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import warpwright.functional as F
+from warpwright.testing import assert_same
+
+OPS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": F.sigmoid,
+    "tanh": F.tanh,
+    "swiglu": F.swiglu,
+    "geglu": F.geglu,
+    "dropout": lambda x: F.dropout(x, 0.3),
+}
+# Some whole vectors and a rest of each length, planes and channels_last.
+SHAPES = ((2, 100_006), (3, 38), (2, 3, 7, 10), (3, 66, 5, 4))
+
+
+def results():
+    """Values and gradients of all ops. float64 calls functions of a library, which differ."""
+    found = []
+    for name, op in OPS.items():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for shape in SHAPES:
+                torch.manual_seed(len(found))
+                x = (4 * torch.randn(shape)).to(dtype)
+                x.view(-1)[:3] = torch.tensor([float("inf"), float("nan"), -0.0]).to(dtype)
+                if len(shape) == 4 and name == "dropout":
+                    x = x.to(memory_format=torch.channels_last)
+                x.requires_grad_()
+                y = op(x)
+                (gradient,) = torch.autograd.grad(y, x, torch.randn_like(y))
+                found += [y.detach(), gradient]
+    return found
+
+
+@pytest.mark.parametrize("capability", ["avx2", "avx512"])
+def test_bits(tmp_path, capability):
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("a CPU of another kind")
+    saved = tmp_path / "results.pt"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, __file__, str(saved)], env=environment, check=True)
+    assert_same(torch.load(saved), results())
+
+
+if __name__ == "__main__":
+    torch.save(results(), sys.argv[1])
