@@ -316,7 +316,8 @@ def check_weak_symbols(target: Path) -> None:
     command = ["nm", "--demangle", "--defined-only", str(target)]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     weak = [line.split(maxsplit=2)[2] for line in symbols.splitlines() if " W " in line]
-    shared = [name for name in weak if "::AVX512::" not in name]
+    own = ("::AVX512::", "warpwright_mutants::")  # the second: of the mutation campaign's builds
+    shared = [name for name in weak if not any(space in name for space in own)]
     if shared:
         target.unlink()
         sys.exit(f"setup.py: {target.name} has functions outside of AVX512: {', '.join(shared)}")
@@ -465,7 +466,7 @@ cxx_flags = [
     "-Wno-unknown-pragmas",
     *cpu_flags,
 ]
-# Of the loops that exist for AVX-512, too.
+# Of the loops that exist for AVX-512, too. Not sanitized: nothing may stay outside of a function there.
 wide_flags = [f for f in cxx_flags if f not in cpu_flags] + [
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
     *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
