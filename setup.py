@@ -376,7 +376,8 @@ class Build(BuildExtension):
             made = Path(self.build_temp).resolve() / "avx512" / source
             target, stamp = made.with_suffix(".o"), made.with_suffix(".stamp")
             text = f"{torch.__version__} {shlex.join(command)}"
-            if not is_newer(target, made.with_suffix(".d")) or stamp.read_text() != text:
+            built = is_newer(target, made.with_suffix(".d")) and stamp.exists()
+            if not built or stamp.read_text() != text:
                 made.parent.mkdir(parents=True, exist_ok=True)
                 run = [*command, "-MMD", "-MF", str(made.with_suffix(".d"))]
                 subprocess.run([*run, "-c", str(ROOT / source), "-o", str(target)], check=True)

@@ -135,7 +135,7 @@ def test_the_first_maximum_wins(device):
     tensors = [x, weight, bias, norm_weight, norm_bias]
     found, expected = (step(function, tensors, padding) for function in (fused, chain))
     assert_same(found[0], expected[0])
-    torch.testing.assert_close(found[5], expected[5], rtol=2e-3, atol=2e-2)
+    torch.testing.assert_close(found[5], expected[5], rtol=1e-4, atol=1e-3)
     assert not found[3].any()
 
 
@@ -249,9 +249,10 @@ def test_an_image_that_needs_a_gradient(device):
     (x, *parameters), padding = operands("mnist", "nhwc", device, torch.float32)
     x.requires_grad_()
     y, expected = fused(x, *parameters, padding), chain(x, *parameters, padding)
-    torch.testing.assert_close(y, expected, rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     dy = torch.randn_like(y)
     got, want = (torch.autograd.grad(t, x, dy)[0] for t in (y, expected))
+    # One window of 31,360 with another winner, of two that are equal but for rounding, is 0.8 %.
     assert (got - want).norm() <= 1e-2 * want.norm()
 
 
@@ -301,11 +302,11 @@ def test_swap_hands_the_convolution_to_the_chain(device, monkeypatch):
             losses.append(loss.detach())
     assert [conv for conv, _ in seen[:2]] == [model[0], model[4]]
     assert [fits for _, fits in seen[:2]] == [device == "cuda", False]
-    torch.testing.assert_close(torch.stack(losses[:3]), torch.stack(losses[3:]), rtol=1e-2, atol=0)
+    torch.testing.assert_close(torch.stack(losses[:3]), torch.stack(losses[3:]), rtol=1e-3, atol=0)
     for mine, theirs in zip(model.buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
     model.eval(), twin.eval()
-    torch.testing.assert_close(model(x), twin(x), rtol=2e-1, atol=1e-1)
+    torch.testing.assert_close(model(x), twin(x), rtol=1e-2, atol=1e-2)
     unswap(model)
     assert type(model[1]) is nn.BatchNorm2d
 
@@ -319,8 +320,8 @@ def test_layer(device):
     for _ in range(2):
         convolved = native.conv2d(x, layer.conv.weight, layer.conv.bias, 1, 1)
         expected = native.max_pool2d(native.relu(copy(convolved)), 2)
-        torch.testing.assert_close(layer(x), expected, rtol=5e-3, atol=5e-3)
-    torch.testing.assert_close(layer.norm.running_var, copy.running_var, rtol=5e-3, atol=5e-3)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.norm.running_var, copy.running_var, rtol=1e-4, atol=1e-4)
     assert "kernel_size=2" in repr(layer)
     layer.eval()
     assert layer(x).shape == expected.shape

@@ -49,7 +49,8 @@ def test_second_derivatives_of_the_kernels(device, name):
         first = torch.autograd.grad(y.square().sum(), parameters[:1], create_graph=True)[0]
         results.append(torch.autograd.grad(first.square().sum(), parameters[0])[0])
     difference = (results[0].cpu().double() - results[1]).norm()
-    assert difference <= 2e-2 * results[1].norm()  # TF32
+    # Of two elements that are equal but for rounding, either may win.
+    assert difference <= 2e-2 * results[1].norm()
 
 
 def test_tangents(device):
@@ -63,7 +64,7 @@ def test_tangents(device):
             return forward_ad.unpack_dual(function(x, *duals, padding)).tangent
 
     found, expected = tangent(fused), tangent(chain)
-    assert (found - expected).norm() <= 2e-2 * expected.norm()
+    assert (found - expected).norm() <= 2e-2 * expected.norm()  # the same
 
 
 @pytest.mark.parametrize("update", [False, True])

@@ -42,12 +42,11 @@ def results():
     return found
 
 
-@pytest.mark.parametrize("capability", ["avx2", "avx512"])
-def test_bits(tmp_path, capability):
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("a CPU of another kind")
+def test_bits(tmp_path):
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this CPU runs one of the two alone")
     saved = tmp_path / "results.pt"
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
     subprocess.run([sys.executable, __file__, str(saved)], env=environment, check=True)
     assert_same(torch.load(saved), results())
 

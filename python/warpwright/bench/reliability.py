@@ -14,11 +14,8 @@ from .records import write
 
 Record = dict[str, Any]
 RESULT = "reliability.json"
-MUTATION = (
-    "kernel-mutation",
-    "mutation",
-    "python-mutation",
-)  # their failures are gaps of the tests, not faults
+# Their failures are gaps of the tests, not faults.
+MUTATION = ("kernel-mutation", "mutation", "python-mutation")
 HEADER = ("schema", "device", "gpu", "torch", "date", "source_hash", "rows", "found")
 TRIED = ("part", "what", "cases", "unit", "failures", "seed", "detail", "not_run", "seconds")
 ROW = (*TRIED, "date", "source_hash")
