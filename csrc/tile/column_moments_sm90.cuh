@@ -24,7 +24,7 @@ struct MomentsRecord {
   int first_column, rows;
 };
 
-struct MomentsOutput : OutputSm90 {
+struct MomentsRecords {
   MomentsRecord* records;  // (CTAs, consumers, runs)
   float2* moments;         // (CTAs, consumers, runs, columns of a tile): mean, squared deviations
 
@@ -34,6 +34,8 @@ struct MomentsOutput : OutputSm90 {
     return (int64_t{blockIdx.x} * kMomentsConsumers + consumer) * kMomentsRuns + run;
   }
 };
+
+struct MomentsOutput : OutputSm90, MomentsRecords {};
 
 // Mean and squared deviations of `count` values.
 struct CountedMoments {
@@ -116,6 +118,7 @@ struct MomentsEpilogue : EpilogueSm90<T> {
                                         int col) {
     runs.select(col);
     const int left = min(16, output.m - first_row - accumulator_warp_row());
+    const uint32_t rows = left > 0 ? (1u << left) - 1 : 0;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (col + chunk * 64 >= output.n) break;
@@ -124,20 +127,21 @@ struct MomentsEpilogue : EpilogueSm90<T> {
       this->acquire_buffers(output);
       Base::write_buffer(this->buffer(), Base::pack(values));
       this->send_buffers(output, first_row, col + chunk * 64);
-      add_rows(&runs.now.sums[chunk * 2], left);
+      add_rows(&runs.now.sums[chunk * 2], rows);
       this->next_buffer();
     }
     runs.now.count += max(left, 0);
   }
 
-  __device__ __forceinline__ void finish(const MomentsOutput& output) {
+  __device__ __forceinline__ void finish(const MomentsRecords& output) {
     write_record(output, 0, runs.now);
     write_record(output, 1, runs.other);
     Base::finish();
   }
 
- private:
-  __device__ __forceinline__ void add_rows(ShiftedSums* to, int left) const {
+ protected:
+  // Adds 64 columns of a warp's 16 rows in the buffer. `rows`: a bit for each that counts.
+  __device__ __forceinline__ void add_rows(ShiftedSums* to, uint32_t rows) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
     auto pair_at = [&](int row) {
       const uint32_t at =
@@ -145,9 +149,9 @@ struct MomentsEpilogue : EpilogueSm90<T> {
           lane % 4 * 4;
       return widen_pair(load_shared_u32(at), T{});
     };
-    if (left <= 0) return;
+    if (rows == 0) return;
     if (runs.now.count == 0) {
-      const float2 first = pair_at(0);
+      const float2 first = pair_at(__ffs(static_cast<int>(rows)) - 1);
       to[0] = {first.x, 0, 0};
       to[1] = {first.y, 0, 0};
     }
@@ -157,19 +161,22 @@ struct MomentsEpilogue : EpilogueSm90<T> {
       few[0].add(pair.x);
       few[1].add(pair.y);
     };
-    if (left == 16) {
+    if (rows == 0xFFFF) {
 #pragma unroll
       for (int row = 0; row < 16; ++row) add(row);
     } else {
 #pragma unroll 1
-      for (int row = 0; row < left; ++row) add(row);
+      for (uint32_t left = rows; left != 0; left &= left - 1) {
+        add(__ffs(static_cast<int>(left)) - 1);
+      }
     }
     to[0].add(few[0]);
     to[1].add(few[1]);
   }
 
+ private:
   // Merges the warps' sums through the store buffers.
-  __device__ __forceinline__ void write_record(const MomentsOutput& output, int run,
+  __device__ __forceinline__ void write_record(const MomentsRecords& output, int run,
                                                const ColumnSums<kChunks * 2>& column) {
     const int thread = static_cast<int>(threadIdx.x % 128), lane = thread % 32;
     const int64_t at = output.record(run);

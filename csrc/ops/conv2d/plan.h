@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <variant>
 
 #include "ops/conv2d/cuda/bias_grad.h"
@@ -20,6 +21,8 @@
 #include "ops/conv2d/cuda/implicit_gemm/config.h"
 #include "ops/conv2d/cuda/layout/copies.h"
 #include "ops/conv2d/cuda/matrix_product.h"
+#include "ops/conv2d/cuda/row_walk/row_walk.h"
+#include "ops/conv2d/cuda/row_walk/wgrad.h"
 #include "ops/conv2d/cuda/sm90/config.h"
 #include "ops/conv2d/cuda/sm90/join.h"
 #include "ops/conv2d/cuda/sm90/plane_product.h"
@@ -42,30 +45,31 @@ struct ConvPlan {
 };
 
 using Conv2dFpropPlan =
-    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
-             StemConfig, FewChannelsFpropConfig, DirectFpropConfig, DepthwiseNchwFpropConfig,
-             DepthwiseRowsConfig, DepthwiseColumnsConfig>;
+    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, RowWalkConfig, MatrixProductConfig,
+             PlaneProductConfig, StemConfig, FewChannelsFpropConfig, DirectFpropConfig,
+             DepthwiseNchwFpropConfig, DepthwiseRowsConfig, DepthwiseColumnsConfig>;
 
 // Depthwise with stride 1 and multiplier 1: the fprop configurations of the flipped window.
 using Conv2dDgradPlan =
-    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
-             FewChannelsDgradConfig, DirectFpropConfig, DepthwiseNchwFpropConfig,
-             DepthwiseNchwDgradConfig, DepthwiseDgradConfig, DepthwiseRowsConfig,
-             DepthwiseColumnsConfig, JoinedDgradConfig>;
+    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, RowWalkConfig, MatrixProductConfig,
+             PlaneProductConfig, FewChannelsDgradConfig, DirectFpropConfig,
+             DepthwiseNchwFpropConfig, DepthwiseNchwDgradConfig, DepthwiseDgradConfig,
+             DepthwiseRowsConfig, DepthwiseColumnsConfig, JoinedDgradConfig>;
 
 using Conv2dWgradPlan =
-    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
-             StemConfig, FewChannelsWgradConfig, DirectWgradConfig, DepthwiseNchwWgradConfig,
-             DepthwiseRowsConfig, DepthwiseColumnsConfig>;
+    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, RowWalkWgradConfig, MatrixProductConfig,
+             PlaneProductConfig, StemConfig, FewChannelsWgradConfig, DirectWgradConfig,
+             DepthwiseNchwWgradConfig, DepthwiseRowsConfig, DepthwiseColumnsConfig>;
 
-// All kernels except the implicit GEMM and the product of planes also sum the bias gradient, the
-// matrix product in most cases.
+// All kernels except the implicit GEMM, the walks and the product of planes also sum the bias
+// gradient, the matrix product in most cases.
 inline bool sums_bias(const Conv2dWgradPlan& plan) {
   if (const auto* product = std::get_if<MatrixProductConfig>(&plan.kernel)) {
     return product->plan.sums_rows;
   }
   if (const auto* windows = std::get_if<TmaIm2colConfig>(&plan.kernel)) return windows->sums_bias;
   return !std::holds_alternative<ImplicitGemmConfig>(plan.kernel) &&
+         !std::holds_alternative<RowWalkWgradConfig>(plan.kernel) &&
          !std::holds_alternative<PlaneProductConfig>(plan.kernel);
 }
 
@@ -179,11 +183,17 @@ Plan choose_window_product(ConvDirection direction, const Conv2dShape& s,
   }
   const Conv2dAddresses at = copies.addresses(addresses);
   const char* why_not = why_not_tma_im2col(direction, s, at);
-  if (why_not == nullptr) {
-    const double cycles = estimate_implicit_gemm(direction, s, portable, device);
-    const auto config = choose_tma_im2col(direction, s, at, sums, cycles, device);
-    if (config) return plan(*config, copies);
-  } else if (s.sm90 && portable.vectorized && has_tma_im2col_type(s)) {
+  double cycles = estimate_implicit_gemm(direction, s, portable, device);
+  std::optional<TmaIm2colConfig> windows;
+  if (why_not == nullptr) windows = choose_tma_im2col(direction, s, at, sums, cycles, device);
+  if (windows) cycles = estimate_tma_im2col(s, *windows, device);
+  if constexpr (std::is_same_v<Plan, Conv2dWgradPlan>) {
+    if (const auto walk = choose_row_walk_wgrad(s, at, sums, cycles, device)) return plan(*walk);
+  } else if (const auto walk = choose_row_walk(direction, s, at, cycles, device)) {
+    return plan(*walk, copies);
+  }
+  if (windows) return plan(*windows, copies);
+  if (why_not != nullptr && s.sm90 && portable.vectorized && has_tma_im2col_type(s)) {
     portable.reason = why_not;
   }
   return plan(portable);

@@ -18,7 +18,7 @@ namespace warpwright {
 constexpr int kMomentsRecords = 4;
 
 struct Conv2dMomentsPlan {
-  std::variant<TmaIm2colConfig, MatrixProductConfig> kernel;
+  std::variant<TmaIm2colConfig, RowWalkConfig, MatrixProductConfig> kernel;
   int64_t ctas;
   int64_t columns;  // channels of a record
 
@@ -104,6 +104,9 @@ inline Conv2dMomentsChoice choose_conv2d_moments(const Conv2dParams& p, int oper
     return Conv2dMomentsChoice{Conv2dMomentsPlan{config, ctas, tile->columns}, nullptr};
   };
   if (const auto* windows = std::get_if<TmaIm2colConfig>(&plan.kernel)) return with(*windows);
+  if (const auto* walk = std::get_if<RowWalkConfig>(&plan.kernel)) {
+    return {Conv2dMomentsPlan{*walk, walk->ctas, /*columns=*/64}, nullptr};
+  }
   if (const auto* product = std::get_if<MatrixProductConfig>(&plan.kernel)) return with(*product);
   return none("the convolution's kernel has no form with statistics");
 }

@@ -1,6 +1,7 @@
 // The one switch from a convolution's plan to the launchers.
 #include "gemm/kinds.cuh"
 #include "ops/conv2d/cuda/implicit_gemm/launch.h"
+#include "ops/conv2d/cuda/row_walk/launch.h"
 #include "ops/conv2d/cuda/sm90/launch.h"
 #include "ops/conv2d/plan.h"
 
@@ -29,6 +30,11 @@ void run(const Conv2dParams& p, const ImplicitGemmConfig& config, cudaStream_t s
 }
 void run(const Conv2dParams& p, const TmaIm2colConfig& config, cudaStream_t stream) {
   for_rows_type(p.shape.dtype, [&]<class T>() { launch_tma_im2col_fprop<T>(p, config, stream); });
+}
+void run(const Conv2dParams& p, const RowWalkConfig& config, cudaStream_t stream) {
+  for_rows_type(p.shape.dtype, [&]<class T>() {
+    launch_row_walk<T>(p.shape, config, p.input, p.weight, p.bias, p.output, stream);
+  });
 }
 void run(const Conv2dParams& p, const MatrixProductConfig& config, cudaStream_t stream) {
   GemmParams product =
@@ -82,6 +88,11 @@ void run_dgrad(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config,
 }
 void run_dgrad(const Conv2dBackwardParams& p, const TmaIm2colConfig& config, cudaStream_t stream) {
   for_rows_type(p.shape.dtype, [&]<class T>() { launch_tma_im2col_dgrad<T>(p, config, stream); });
+}
+void run_dgrad(const Conv2dBackwardParams& p, const RowWalkConfig& config, cudaStream_t stream) {
+  for_rows_type(p.shape.dtype, [&]<class T>() {
+    launch_row_walk<T>(p.shape, config, p.grad_output, p.weight, nullptr, p.grad_input, stream);
+  });
 }
 void run_dgrad(const Conv2dBackwardParams& p, const MatrixProductConfig& config,
                cudaStream_t stream) {
@@ -143,6 +154,13 @@ void run_wgrad(const Conv2dBackwardParams& p, const TmaIm2colConfig& config, voi
                cudaStream_t stream) {
   for_rows_type(p.shape.dtype,
                 [&]<class T>() { launch_tma_im2col_wgrad<T>(p, config, workspace, stream); });
+}
+void run_wgrad(const Conv2dBackwardParams& p, const RowWalkWgradConfig& config, void* workspace,
+               cudaStream_t stream) {
+  for_rows_type(p.shape.dtype,
+                [&]<class T>() { launch_row_walk_wgrad<T>(p, config, workspace, stream); });
+  launch_direct_wgrad_sum(p, config.shape.ctas_per_group, config.shape.pitch_k(), workspace,
+                          stream);
 }
 void run_wgrad(const Conv2dBackwardParams& p, const MatrixProductConfig& config, void* workspace,
                cudaStream_t stream) {

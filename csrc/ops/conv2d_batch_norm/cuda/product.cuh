@@ -2,21 +2,23 @@
 #pragma once
 
 #include "gemm/sm90.cuh"
+#include "ops/conv2d/cuda/row_walk/launch.cuh"
 #include "ops/conv2d/cuda/sm90/launch.cuh"
 #include "ops/conv2d_batch_norm/cuda/product.h"
 #include "ops/conv2d_batch_norm/cuda/transposed_moments.cuh"
 
 namespace warpwright {
 
+inline MomentsRecords moments_records(const Conv2dMomentsPlan& plan, void* workspace) {
+  auto* moments = static_cast<float2*>(workspace);
+  return {.records = reinterpret_cast<MomentsRecord*>(moments + plan.records() * plan.columns),
+          .moments = moments};
+}
+
 template <class T>
 MomentsOutput moments_output(const GemmParams& product, const GemmPlan& plan,
                              const Conv2dMomentsPlan& moments, void* workspace) {
-  MomentsOutput output{};
-  static_cast<OutputSm90&>(output) = sm90_output<T>(product, plan, nullptr);
-  output.moments = static_cast<float2*>(workspace);
-  output.records =
-      reinterpret_cast<MomentsRecord*>(output.moments + moments.records() * moments.columns);
-  return output;
+  return {sm90_output<T>(product, plan, nullptr), moments_records(moments, workspace)};
 }
 
 template <GemmTile kTile, class T>
@@ -89,6 +91,12 @@ void launch_product(const Conv2dParams& params, const TmaIm2colConfig& config,
                                                                     stream);
     }
   });
+}
+
+template <class T>
+void launch_product(const Conv2dParams& params, const RowWalkConfig& config,
+                    const Conv2dMomentsPlan& plan, void* workspace, cudaStream_t stream) {
+  launch_row_walk_moments<T>(params, config, moments_records(plan, workspace), stream);
 }
 
 template <class T>

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "ops/conv2d/cuda/matrix_product.h"
+#include "ops/conv2d/cuda/row_walk/row_walk.h"
 #include "ops/conv2d/cuda/sm90/config.h"
 
 namespace warpwright {
@@ -37,7 +38,7 @@ inline std::optional<JoinedDgradConfig> choose_joined_dgrad(const Conv2dShape& s
 
 inline std::optional<JoinedDgradConfig> choose_joined_dgrad(const Conv2dShape& s,
                                                             const TmaIm2colConfig& plain) {
-  if (plain.stores_planes) return std::nullopt;
+  if (plain.kind != GemmKind::k16Bit || plain.stores_planes) return std::nullopt;
   if (plain.tile == TmaIm2colTile::kTransposed) {
     return JoinedDgradConfig{JoinTile::kTransposed, false};
   }
@@ -47,6 +48,17 @@ inline std::optional<JoinedDgradConfig> choose_joined_dgrad(const Conv2dShape& s
     if (fits && takes_tile(ConvDirection::kDgrad, s, tile)) return JoinedDgradConfig{joined, false};
   }
   return std::nullopt;
+}
+
+// The walks have no form that adds.
+inline std::optional<JoinedDgradConfig> choose_joined_dgrad(const Conv2dShape& s,
+                                                            const RowWalkConfig& plain) {
+  if (plain.kind != GemmKind::k16Bit) return std::nullopt;
+  const bool transposed = takes_tile(ConvDirection::kDgrad, s, TmaIm2colTile::kTransposed);
+  return JoinedDgradConfig{transposed ? JoinTile::kTransposed
+                           : s.c > 64 ? JoinTile::k128x128
+                                      : JoinTile::k128x64,
+                           false};
 }
 
 template <class Config>
