@@ -22,9 +22,16 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
         return self._normalize(input)
 
     def _normalize(
-        self, *tensors: Tensor, functional: str | Callable[..., Tensor] = "", **options: Any
+        self,
+        *tensors: Tensor,
+        functional: str | Callable[..., Tensor] = "",
+        left_out: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
-        """Calls ``functional``, by default the class's own, with ``options`` as further keywords."""
+        """Calls ``functional``, by default the class's own, with ``options`` as further keywords.
+
+        ``left_out``: the bias that the convolution before did not add (``_leaves_out_bias``).
+        """
         functional = functional or self._functional
         function = getattr(F, functional) if isinstance(functional, str) else functional
         self._check_input_dim(tensors[0])
@@ -39,17 +46,24 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
         if tracks and self.momentum is None and self.num_batches_tracked is not None:
             return self._forward_cumulative(function, *tensors, **options)
         momentum = 0.0 if self.momentum is None else self.momentum
-        return function(
+        bias = self.bias
+        if left_out is not None:
+            bias = torch.add(bias, left_out, alpha=0)  # its gradient is zero, not None
+        output = function(
             *tensors,
             running_mean,
             running_var,
             self.weight,
-            self.bias,
+            bias,
             batch_statistics,
             momentum,
             self.eps,
             **options,
         )
+        if left_out is not None and running_mean is not None:
+            with torch.no_grad():
+                running_mean.add_(left_out, alpha=momentum)
+        return output
 
     def _forward_cumulative(
         self, function: Callable[..., Tensor], *tensors: Tensor, **options: Any
@@ -101,6 +115,31 @@ def runs_as_one(
     return takes_statistics(input, conv.weight, *windows, *residual)
 
 
+def _leaves_out_bias(norm: RunningStatistics, conv: nn.Conv2d) -> bool:
+    """Whether the convolution need not add its bias, because the batch's mean takes it away again.
+
+    Only the running mean has it. The bias' gradient is zero: the sum of what a batch norm returns
+    over the batch. So no kernel reads the convolution's gradient to sum it.
+    """
+    return (
+        norm.training
+        and conv.bias is not None
+        and norm.bias is not None
+        and conv.bias.dtype == norm.bias.dtype
+        and norm.momentum is not None
+    )
+
+
+def convolve_and_normalize(
+    norm: RunningStatistics, conv: nn.Conv2d, input: Tensor, *residual: Tensor, **options: Any
+) -> Tensor:
+    """``norm._normalize(conv(input), ...)``."""
+    if not _leaves_out_bias(norm, conv):
+        return norm._normalize(conv(input), *residual, **options)
+    convolved = conv._conv_forward(input, conv.weight, None)
+    return norm._normalize(convolved, *residual, left_out=conv.bias, **options)
+
+
 def normalize_convolved(
     norm: RunningStatistics,
     conv: nn.Conv2d,
@@ -115,7 +154,7 @@ def normalize_convolved(
     ``after`` if it ends in a pool.
     """
     if not runs_as_one(norm, conv, input, *residual, **pool):
-        return norm._normalize(conv(input), *residual, functional=after, **pool)
+        return convolve_and_normalize(norm, conv, input, *residual, functional=after, **pool)
 
     def fused(input: Tensor, *rest: Any) -> Tensor:
         *added, running_mean, running_var, weight, bias, training, momentum, eps = rest

@@ -230,6 +230,19 @@ class Block:
         moves = not self._why_not_moved([_Step(node, "conv2d", {}, layer), *steps])
         return node if plain and moves else None
 
+    def _flatten_before(self, pattern: Pattern, steps: list[_Step]) -> fx.Node | None:
+        """The layer that flattens all but the batch, for a linear layer alone."""
+        node = steps[0].node.args[0]
+        if pattern.ops[0] != "linear" or steps[0].layer is None or not isinstance(node, fx.Node):
+            return None
+        if node.op != "call_module" or len(node.users) != 1 or len(node.args) != 1 or node.kwargs:
+            return None
+        layer = self.module.get_submodule(str(node.target))
+        if type(layer) is not nn.Flatten or is_hooked(layer):
+            return None
+        moves = not self._why_not_moved([_Step(node, "", {}, layer), *steps])
+        return node if (layer.start_dim, layer.end_dim) == (1, -1) and moves else None
+
     def _product_after(self, pattern: Pattern, steps: list[_Step]) -> list[_Step]:
         """The linear layer that alone reads a linear layer's activation, after what does nothing."""
         if pattern.ops[0] != "linear" or steps[0].layer is None:
@@ -395,10 +408,11 @@ class Block:
 
     def _replace(self, pattern: Pattern, steps: list[_Step], keeper: _Step) -> None:
         convolution = self._convolution(pattern, steps)
+        flatten = self._flatten_before(pattern, steps)
         after = self._product_after(pattern, steps)
         last = (after or steps)[-1].node
-        inputs = [(steps[0].node if convolution is None else convolution).args[0]]
-        options: dict[str, Any] = {}
+        inputs = [(convolution or flatten or steps[0].node).args[0]]
+        options: dict[str, Any] = {} if flatten is None else {"flatten": True}
         for step in steps:
             if step.residual is not None:
                 inputs.append(step.residual)
@@ -420,10 +434,14 @@ class Block:
         for step in reversed([*steps, *after]):
             self.graph.erase_node(step.node)
         self.replaced.update(step.node for step in (*steps, *after))
-        if convolution is not None:
-            self.graph.erase_node(convolution)
-            path = str(convolution.target)
-            self.layers[path] = Layer(tuple(path.split(".")), CONVOLUTIONS, ())
+        for node, kinds, held in (
+            (convolution, CONVOLUTIONS, ()),
+            (flatten, (nn.Flatten,), (("start_dim", 1), ("end_dim", -1))),
+        ):
+            if node is not None:
+                self.graph.erase_node(node)
+                path = str(node.target)
+                self.layers[path] = Layer(tuple(path.split(".")), kinds, held)
         for step in (*steps, *after):
             if step.layer is not None:
                 path = str(step.node.target)

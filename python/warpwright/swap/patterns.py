@@ -19,7 +19,7 @@ from .. import functional as F
 from .. import nn as ours
 from .._catalog import OPS
 from .._conv_norm_layers import _BatchNorm
-from .._running_statistics import normalize_convolved, runs_as_one
+from .._running_statistics import convolve_and_normalize, normalize_convolved, runs_as_one
 
 native = nn.functional
 POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
@@ -121,6 +121,8 @@ class _BatchNormKeeper(_BatchNorm):
             pool = {} if residual else fused
             if runs_as_one(self, conv, input, *residual, **pool):
                 return normalize_convolved(self, conv, self._functional, input, *residual, **pool)
+            if not residual:
+                return convolve_and_normalize(self, conv, input, **fused)
             input = conv(input)
         if residual:
             (other,), in_place = residual, fused["in_place"]
@@ -130,10 +132,25 @@ class _BatchNormKeeper(_BatchNorm):
         return self._normalize(input, **fused)
 
 
+def flattened(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A flattened image as rows, and the weight of a linear layer in the order of their columns.
+
+    The rows of a channels-last image have another order than flatten gives them, which would copy
+    the image, and its gradient back. If the image is larger than the weight, the weight is copied.
+    """
+    channels_last = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
+    if not channels_last or input.is_contiguous() or input.shape[0] <= weight.shape[0]:
+        return input.flatten(1), weight
+    columns = weight.unflatten(1, input.shape[1:]).permute(0, 2, 3, 1)
+    return input.permute(0, 2, 3, 1).flatten(1), columns.flatten(1)
+
+
 def run_product(
     functional: str, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
 ) -> Tensor:
     """A product and the activation after it; with ``then``, a linear layer, also that one."""
+    if options.pop("flatten", False):
+        input, weight = flattened(input, weight)
     then = options.pop("then", None)
     if then is None:
         return getattr(F, functional)(input, weight, bias, **options)  # type: ignore[no-any-return]
@@ -192,6 +209,8 @@ class _Chain:
             conv = fused["conv"]
             bias = None if conv.bias is None else conv.bias.to(x.dtype)
             x = nn.Conv2d._conv_forward(conv, x, conv.weight.to(x.dtype), bias)
+        if "flatten" in fused:
+            x = x.flatten(1)
         for i, op in enumerate(self._pattern.ops):
             if i == self._pattern.keeper:
                 x = super().forward(x)  # type: ignore[misc]

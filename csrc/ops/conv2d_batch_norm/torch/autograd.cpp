@@ -45,9 +45,12 @@ struct Conv2dBatchNormBackward {
     if (grads[1].defined() && through_conv) {
       d_convolved = d_convolved.defined() ? d_convolved + grads[1] : grads[1];
     }
-    const auto [dx, dw, db] =
+    // The batch's mean takes the convolution's bias away: what a batch norm returns sums to zero.
+    const bool sums_bias = needs[2] && grads[1].defined();
+    auto [dx, dw, db] =
         call::joined_gradients(d_convolved, kConv2dBatchNormNode.gradient(grads), saved[0],
-                               saved[1], a.geometry, {needs[0], needs[1], needs[2]});
+                               saved[1], a.geometry, {needs[0], needs[1], sums_bias});
+    if (needs[2] && !sums_bias) db = saved[1].new_zeros_symint({saved[1].sym_size(0)});
     return {dx, dw, db, d_residual, d_weight, d_bias};
   }
 };
