@@ -19,9 +19,13 @@ OPS = {
     "swiglu": F.swiglu,
     "geglu": F.geglu,
     "dropout": lambda x: F.dropout(x, 0.3),
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "softmax_columns": lambda x: F.softmax(x, 1 - x.dim()),
+    "log_softmax_columns": lambda x: F.log_softmax(x, 1 - x.dim()),
 }
 # Some whole vectors and a rest of each length, planes and channels_last.
-SHAPES = ((2, 100_006), (3, 38), (2, 3, 7, 10), (3, 66, 5, 4))
+SHAPES = ((2, 100_006), (3, 38), (19, 74), (2, 3, 7, 10), (3, 66, 5, 4))
 
 
 def results():
