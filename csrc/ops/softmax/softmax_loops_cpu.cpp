@@ -1,14 +1,14 @@
-// The CPU kernels' loops. A row, or a strip of neighbouring columns, stays in cache between its passes:
-// the maximum, the exponentials and their sum, the result. Exponentials are kept, in the output or
-// in a buffer of floats next to 16 bits, so each is computed once.
+// The CPU kernels' loops. A row, or a strip of neighbouring columns, stays in cache between its
+// passes: the maximum, the exponentials and their sum, the result. Exponentials are kept, in the
+// output or in a buffer of floats next to 16 bits, so each is computed once.
 #include <array>
 #include <cmath>
 #include <stdexcept>
 #include <type_traits>
-#include <vector>
 
 #include "common/ceil_div.h"
 #include "common/switch.h"
+#include "cpu/aligned_array.h"
 #include "cpu/exp.h"
 #include "cpu/fold_lanes.h"
 #include "cpu/row_sums.h"
@@ -263,7 +263,7 @@ void softmax(const SoftmaxParams& p) {
   if (p.inner == 1) {
     at::parallel_for(0, p.outer, rows_per_task(p), [&](int64_t first, int64_t last) {
       const int64_t block = block_rows(p.length), room = kLog || kInPlace ? 0 : block * p.length;
-      std::vector<Compute> kept(static_cast<size_t>(room));
+      AlignedArray<Compute> kept(room);
       for (int64_t row = first; row < last; row += block) {
         const T* x = input + row * p.length;
         O* y = output + row * p.length;
@@ -275,8 +275,7 @@ void softmax(const SoftmaxParams& p) {
   } else {
     for_strips(p, [&](int64_t width) {
       const int64_t room = kLog ? 0 : p.length * width;
-      return [&, kept = std::vector<Compute>(static_cast<size_t>(room))](int64_t begin,
-                                                                         int64_t count) mutable {
+      return [&, kept = AlignedArray<Compute>(room)](int64_t begin, int64_t count) mutable {
         softmax_strip<T, O, kLog>(input + begin, output + begin, p.length, p.inner, count,
                                   kept.data());
       };
