@@ -1,11 +1,11 @@
-// The CPU kernels. Planes: a thread takes whole groups, which stay in cache between the moments and
-// the result. Rows (channels innermost): chunks of an image's rows sum per channel first. An image
-// of one chunk stays in cache, too. The chunks do not depend on the number of threads, so neither
-// do the bits.
+// The CPU kernels' loops. Planes: a thread takes whole groups, which stay in cache between the
+// moments and the result. Rows (channels innermost): chunks of an image's rows sum per channel
+// first. An image of one chunk stays in cache, too. The chunks do not depend on the number of
+// threads, so neither do the bits.
 #include <cmath>
-#include <vector>
 
 #include "common/ceil_div.h"
+#include "cpu/aligned_array.h"
 #include "cpu/matrix_rows.h"
 #include "cpu/row_sums.h"
 #include "ops/group_norm/group_norm.h"
@@ -17,14 +17,15 @@ constexpr int64_t kMostChunks = 32;  // of an image's rows
 
 // The channels' numbers in the compute type; `absent` if there is no vector.
 template <class C>
-std::vector<C> channel_values(const GroupNormVector& vector, int64_t channels, C absent) {
-  std::vector<C> values(static_cast<size_t>(channels), absent);
-  if (vector.data == nullptr) return values;
+AlignedArray<C> channel_values(const GroupNormVector& vector, int64_t channels, C absent) {
+  AlignedArray<C> values(channels);
+  if (vector.data == nullptr) {
+    std::fill_n(values.data(), channels, absent);
+    return values;
+  }
   for_cpu_dtype(vector.dtype, [&]<class P>() {
     const auto* source = static_cast<const P*>(vector.data);
-    for (int64_t c = 0; c < channels; ++c) {
-      values[static_cast<size_t>(c)] = static_cast<C>(source[c]);
-    }
+    for (int64_t c = 0; c < channels; ++c) values[c] = static_cast<C>(source[c]);
   });
   return values;
 }
@@ -88,7 +89,7 @@ void forward_planes(const GroupNormParams& p) {
       const Compute mean = static_cast<const Compute*>(p.mean)[group],
                     rstd = static_cast<const Compute*>(p.rstd)[group];
       for (int64_t c = 0; c < channels; ++c) {
-        const auto channel = static_cast<size_t>(group % p.groups * channels + c);
+        const auto channel = group % p.groups * channels + c;
         const Compute factor = rstd * weight[channel], summand = bias[channel];
         const int64_t at = c * p.spatial;
         for_accesses<T>(p.spatial, [&]<class Access>(int64_t i) {
@@ -101,10 +102,10 @@ void forward_planes(const GroupNormParams& p) {
 
 // Sums per image and channel, of dy * xhat and of dy.
 struct ChannelSums {
-  std::vector<double> by_weight, by_bias;  // (batch, channels)
+  AlignedArray<double> by_weight, by_bias;  // (batch, channels)
 
   explicit ChannelSums(const GroupNormShape& p)
-      : by_weight(static_cast<size_t>(p.batch * p.channels)), by_bias(by_weight.size()) {}
+      : by_weight(p.batch * p.channels), by_bias(p.batch * p.channels) {}
 };
 
 // The two means along a group that its gradient needs.
@@ -112,12 +113,12 @@ struct GroupMeans {
   double slope = 0, shift = 0;
 
   template <class C>
-  GroupMeans(const GroupNormShape& p, const ChannelSums& sums, const std::vector<C>& weight,
+  GroupMeans(const GroupNormShape& p, const ChannelSums& sums, const AlignedArray<C>& weight,
              int64_t group) {
     const int64_t first = group % p.groups * p.group_channels();
     for (int64_t c = 0; c < p.group_channels(); ++c) {
-      const auto plane = static_cast<size_t>(group * p.group_channels() + c);
-      const auto factor = static_cast<double>(weight[static_cast<size_t>(first + c)]);
+      const auto plane = group * p.group_channels() + c;
+      const auto factor = static_cast<double>(weight[first + c]);
       slope += factor * sums.by_weight[plane];
       shift += factor * sums.by_bias[plane];
     }
@@ -143,8 +144,8 @@ void backward_planes(const GroupNormBackwardParams& p, ChannelSums& sums) {
           terms[1] = Access::load(dy + at + i);
           terms[0] = terms[1] * ((Access::load(x + at + i) - mean) * rstd);
         });
-        sums.by_weight[static_cast<size_t>(group * channels + c)] = found[0];
-        sums.by_bias[static_cast<size_t>(group * channels + c)] = found[1];
+        sums.by_weight[group * channels + c] = found[0];
+        sums.by_bias[group * channels + c] = found[1];
       }
       if (p.grad_input == nullptr) continue;
       const GroupMeans means(p, sums, weight, group);
@@ -152,7 +153,7 @@ void backward_planes(const GroupNormBackwardParams& p, ChannelSums& sums) {
                  shift = static_cast<Compute>(means.shift);
       T* dx = static_cast<T*>(p.grad_input) + group * size;
       for (int64_t c = 0; c < channels; ++c) {
-        const Compute factor = weight[static_cast<size_t>(group % p.groups * channels + c)];
+        const Compute factor = weight[group % p.groups * channels + c];
         const int64_t at = c * p.spatial;
         for_accesses<T>(p.spatial, [&]<class Access>(int64_t i) {
           const auto xhat = (Access::load(x + at + i) - mean) * rstd;
@@ -202,10 +203,10 @@ void in_steps(const GroupNormShape& p, Sum&& sum, Merge&& merge, Write&& write) 
 
 // A number per channel of one image, from one per group of the batch.
 template <class C, class Source>
-std::vector<C> of_channels(const GroupNormShape& p, int64_t n, const Source* per_group) {
-  std::vector<C> values(static_cast<size_t>(p.channels));
+AlignedArray<C> of_channels(const GroupNormShape& p, int64_t n, const Source* per_group) {
+  AlignedArray<C> values(p.channels);
   for (int64_t group = 0; group < p.groups; ++group) {
-    std::fill_n(values.begin() + group * p.group_channels(), p.group_channels(),
+    std::fill_n(values.data() + group * p.group_channels(), p.group_channels(),
                 static_cast<C>(per_group[n * p.groups + group]));
   }
   return values;
@@ -248,7 +249,7 @@ void forward_rows(const GroupNormParams& p) {
              *rstds = static_cast<const Compute*>(p.rstd);
   const auto weight = channel_values<Compute>(p.weight, channels, 1),
              bias = channel_values<Compute>(p.bias, channels, 0);
-  std::vector<double> sums(static_cast<size_t>(2 * p.batch * chunks * channels));
+  AlignedArray<double> sums(2 * p.batch * chunks * channels);
   auto sums_of = [&](int64_t n, int64_t chunk) {
     return sums.data() + 2 * (n * chunks + chunk) * channels;
   };
@@ -272,15 +273,17 @@ void forward_rows(const GroupNormParams& p) {
   auto write = [&](int64_t n, int64_t first, int64_t last) {
     const auto mean = of_channels<Compute>(p, n, means);
     auto factor = of_channels<Compute>(p, n, rstds);
-    for (size_t c = 0; c < factor.size(); ++c) factor[c] *= weight[c];
+    for (int64_t c = 0; c < channels; ++c) factor[c] *= weight[c];
+    const Compute *shifts = mean.data(), *scales = factor.data(), *offsets = bias.data();
+    T* output = static_cast<T*>(p.output);
     for_row_groups<T, false>(
-        first, last, channels, [&]<class Access, int kRows>(int64_t row, int64_t c) {
-          const auto shift = Access::load_compute(mean.data() + c);
-          const auto scale = Access::load_compute(factor.data() + c);
-          const auto offset = Access::load_compute(bias.data() + c);
+        first, last, channels, [=]<class Access, int kRows>(int64_t row, int64_t c) {
+          const auto shift = Access::load_compute(shifts + c);
+          const auto scale = Access::load_compute(scales + c);
+          const auto offset = Access::load_compute(offsets + c);
           const int64_t at = row * channels + c, pitch = channels;
           const T* x = input + at;
-          T* y = static_cast<T*>(p.output) + at;
+          T* y = output + at;
           for (int r = 0; r < kRows; ++r) {
             Access::store(y + r * pitch, (Access::load(x + r * pitch) - shift) * scale + offset);
           }
@@ -297,7 +300,7 @@ void backward_rows(const GroupNormBackwardParams& p, ChannelSums& sums) {
   const auto *means = static_cast<const Compute*>(p.mean),
              *rstds = static_cast<const Compute*>(p.rstd);
   const auto weight = channel_values<Compute>(p.weight, channels, 1);
-  std::vector<double> parts(static_cast<size_t>(2 * p.batch * chunks * channels));
+  AlignedArray<double> parts(2 * p.batch * chunks * channels);
   auto sum = [&](int64_t n, int64_t chunk, int64_t first, int64_t last) {
     const auto mean = of_channels<Compute>(p, n, means);
     double* total = parts.data() + 2 * (n * chunks + chunk) * channels;
@@ -315,8 +318,8 @@ void backward_rows(const GroupNormBackwardParams& p, ChannelSums& sums) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const double* found = parts.data() + 2 * (n * chunks + chunk) * channels;
       for (int64_t c = 0; c < channels; ++c) {
-        sums.by_weight[static_cast<size_t>(n * channels + c)] += found[c] * rstd[c];
-        sums.by_bias[static_cast<size_t>(n * channels + c)] += found[channels + c];
+        sums.by_weight[n * channels + c] += found[c] * rstd[c];
+        sums.by_bias[n * channels + c] += found[channels + c];
       }
     }
   };
@@ -325,26 +328,29 @@ void backward_rows(const GroupNormBackwardParams& p, ChannelSums& sums) {
     if (p.grad_input == nullptr) return;
     const auto mean = of_channels<Compute>(p, n, means);
     auto factor = of_channels<Compute>(p, n, rstds);
-    for (size_t c = 0; c < factor.size(); ++c) factor[c] *= weight[c];
-    std::vector<Compute> slope(mean.size()), offset(mean.size());
+    for (int64_t c = 0; c < channels; ++c) factor[c] *= weight[c];
+    AlignedArray<Compute> slope(channels), offset(channels);
     for (int64_t group = 0; group < p.groups; ++group) {
       const GroupMeans found(p, sums, weight, n * p.groups + group);
       const double rstd = rstds[n * p.groups + group];
       const int64_t from = group * p.group_channels();
-      std::fill_n(slope.begin() + from, p.group_channels(),
+      std::fill_n(slope.data() + from, p.group_channels(),
                   static_cast<Compute>(-found.slope * rstd * rstd));
-      std::fill_n(offset.begin() + from, p.group_channels(),
+      std::fill_n(offset.data() + from, p.group_channels(),
                   static_cast<Compute>(-found.shift * rstd));
     }
+    const Compute *by_dys = factor.data(), *centers = mean.data(), *by_xs = slope.data(),
+                  *summands = offset.data();
+    T* grad_input = static_cast<T*>(p.grad_input);
     for_row_groups<T, false>(
-        first, last, channels, [&]<class Access, int kRows>(int64_t row, int64_t c) {
-          const auto by_dy = Access::load_compute(factor.data() + c);
-          const auto center = Access::load_compute(mean.data() + c);
-          const auto by_x = Access::load_compute(slope.data() + c);
-          const auto summand = Access::load_compute(offset.data() + c);
+        first, last, channels, [=]<class Access, int kRows>(int64_t row, int64_t c) {
+          const auto by_dy = Access::load_compute(by_dys + c);
+          const auto center = Access::load_compute(centers + c);
+          const auto by_x = Access::load_compute(by_xs + c);
+          const auto summand = Access::load_compute(summands + c);
           const int64_t at = row * channels + c, pitch = channels;
           const T *x = input + at, *dy = grad + at;
-          T* dx = static_cast<T*>(p.grad_input) + at;
+          T* dx = grad_input + at;
           for (int r = 0; r < kRows; ++r) {
             const auto from_x = (Access::load(x + r * pitch) - center) * by_x + summand;
             Access::store(dx + r * pitch, Access::load(dy + r * pitch) * by_dy + from_x);
@@ -355,12 +361,12 @@ void backward_rows(const GroupNormBackwardParams& p, ChannelSums& sums) {
 }
 
 void write_vector(const GroupNormVector& target, const GroupNormShape& p,
-                  const std::vector<double>& sums) {
+                  const AlignedArray<double>& sums) {
   if (target.data == nullptr) return;
   for_cpu_dtype(target.dtype, [&]<class P>() {
     for (int64_t c = 0; c < p.channels; ++c) {
       double total = 0;
-      for (int64_t n = 0; n < p.batch; ++n) total += sums[static_cast<size_t>(n * p.channels + c)];
+      for (int64_t n = 0; n < p.batch; ++n) total += sums[n * p.channels + c];
       static_cast<P*>(target.data)[c] = static_cast<P>(total);
     }
   });
@@ -368,11 +374,13 @@ void write_vector(const GroupNormVector& target, const GroupNormShape& p,
 
 }  // namespace
 
-void group_norm_cpu(const GroupNormParams& p) {
+namespace CPU_CAPABILITY {
+
+void group_norm_loops(const GroupNormParams& p) {
   for_cpu_dtype(p.dtype, [&]<class T>() { p.is_rows ? forward_rows<T>(p) : forward_planes<T>(p); });
 }
 
-void group_norm_backward_cpu(const GroupNormBackwardParams& p) {
+void group_norm_backward_loops(const GroupNormBackwardParams& p) {
   ChannelSums sums(p);
   for_cpu_dtype(p.dtype, [&]<class T>() {
     p.is_rows ? backward_rows<T>(p, sums) : backward_planes<T>(p, sums);
@@ -381,4 +389,5 @@ void group_norm_backward_cpu(const GroupNormBackwardParams& p) {
   write_vector(p.grad_bias, p, sums.by_bias);
 }
 
+}  // namespace CPU_CAPABILITY
 }  // namespace warpwright
