@@ -24,8 +24,7 @@ void for_accesses(int64_t length, F&& f) {
 template <class Access, class O>
 struct AccessOf {
 #ifdef CPU_CAPABILITY_AVX512
-  using Lanes =
-      std::conditional_t<Access::kCount == kLanes<O>, Vector<O, false>, WideVector<O>>;
+  using Lanes = std::conditional_t<Access::kCount == kLanes<O>, Vector<O, false>, WideVector<O>>;
 #else
   using Lanes = Vector<O, false>;
 #endif

@@ -49,17 +49,22 @@ class Factors {
 // Prevents the compiler from contracting a product into an addition. In short rows dx is a
 // difference of nearly equal numbers, which must be rounded alike.
 template <class V>
-V rounded(V product) {
+V rounded_product(V a, V b) {
 #ifdef CPU_CAPABILITY_AVX512
-  if constexpr (sizeof(V) == sizeof(__m512)) {  // GCC 12's barrier rebuilds it lane by lane
-    asm("" : "+v"(product));
-    return product;
+  // GCC 12's barrier takes a register of 64 bytes apart, lane by lane. It does not contract this
+  // intrinsic.
+  if constexpr (sizeof(V) == sizeof(__m512)) {
+    if constexpr (sizeof(a[0]) == sizeof(float)) {
+      return (V)_mm512_mul_round_ps((__m512)a, (__m512)b, _MM_FROUND_CUR_DIRECTION);
+    } else {
+      return (V)_mm512_mul_round_pd((__m512d)a, (__m512d)b, _MM_FROUND_CUR_DIRECTION);
+    }
   }
 #endif
 #if __has_builtin(__builtin_assoc_barrier)
-  return __builtin_assoc_barrier(product);
+  return __builtin_assoc_barrier(a * b);
 #else
-  return product;
+  return a * b;
 #endif
 }
 
@@ -224,7 +229,7 @@ void backward_rows(const LayerNormBackwardParams& p, const CpuCompute<T>* weight
         of_weight += g * xhat;
         of_bias += g;
       }
-      if constexpr (kWeight) g = rounded(g * Access::load_compute(weight + c));
+      if constexpr (kWeight) g = rounded_product(g, Access::load_compute(weight + c));
       add[2 * r] = g * xhat;
       if constexpr (kCentered) add[2 * r + 1] = g;
     }
@@ -250,7 +255,7 @@ void backward_rows(const LayerNormBackwardParams& p, const CpuCompute<T>* weight
       for (int i = 0; i < kCount; ++i) {
         const int64_t c = at + i * Access::kCount;
         auto g = AccessBeside<Access, O>::load(dy[r] + c);
-        if constexpr (kWeight) g = rounded(g * Access::load_compute(weight + c));
+        if constexpr (kWeight) g = rounded_product(g, Access::load_compute(weight + c));
         const auto xhat = (Access::load(x[r] + c) - mean[r]) * rstd[r];
         auto result = (g - shift - xhat * slope) * rstd[r];
         if (ds != nullptr) result = result + Access::load(ds + c);
