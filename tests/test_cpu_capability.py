@@ -19,9 +19,35 @@ OPS = {
     "swiglu": F.swiglu,
     "geglu": F.geglu,
     "dropout": lambda x: F.dropout(x, 0.3),
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "softmax_columns": lambda x: F.softmax(x, 1 - x.dim()),
+    "log_softmax_columns": lambda x: F.log_softmax(x, 1 - x.dim()),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:], factors(x), factors(x)),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "group_norm": lambda x: F.group_norm(x, x.shape[1] // 2 if x.shape[1] % 2 == 0 else 3),
+    "cross_entropy": lambda x: losses(x, labels(x)),
+    "cross_entropy_smoothed": lambda x: losses(x, labels(x), label_smoothing=0.1),
+    "cross_entropy_probabilities": lambda x: losses(x, torch.rand_like(x), label_smoothing=0.1),
 }
+CHANNELS_LAST = ("dropout", "group_norm")
 # Some whole vectors and a rest of each length, planes and channels_last.
-SHAPES = ((2, 100_006), (3, 38), (2, 3, 7, 10), (3, 66, 5, 4))
+SHAPES = ((2, 100_006), (3, 38), (19, 74), (2, 3, 7, 10), (3, 66, 5, 4))
+
+
+def factors(x):
+    """A factor per column, by which x gets a gradient, too."""
+    return x.flatten()[: x.shape[-1]]
+
+
+def labels(x):
+    return torch.randint(x.shape[1], (x.shape[0], *x.shape[2:]))
+
+
+def losses(x, target, **options):
+    """One for each row, lest the rows with NaN hide the others."""
+    weight = torch.rand(x.shape[1], dtype=x.dtype)
+    return F.cross_entropy(x, target, weight, reduction="none", **options)
 
 
 def results():
@@ -33,7 +59,7 @@ def results():
                 torch.manual_seed(len(found))
                 x = (4 * torch.randn(shape)).to(dtype)
                 x.view(-1)[:3] = torch.tensor([float("inf"), float("nan"), -0.0]).to(dtype)
-                if len(shape) == 4 and name == "dropout":
+                if len(shape) == 4 and name in CHANNELS_LAST:
                     x = x.to(memory_format=torch.channels_last)
                 x.requires_grad_()
                 y = op(x)

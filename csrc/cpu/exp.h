@@ -15,7 +15,7 @@
 namespace warpwright {
 inline namespace CPU_CAPABILITY {  // cpu/capability.h
 
-// A register of floats: Values<float> of cpu/lanes.h, or twice as many for AVX-512.
+// The widest register of floats: Values<float> of cpu/lanes.h, or twice as many for AVX-512.
 #ifdef CPU_CAPABILITY_AVX512
 constexpr int kFloatLanesBytes = 64;
 #else
@@ -25,10 +25,10 @@ using FloatLanes __attribute__((vector_size(kFloatLanesBytes))) = float;
 
 // exp(x) = 2^n exp(r), |r| <= ln(2) / 2, and exp(r) = 1 + r + r^2 q(r). q is the polynomial of
 // degree 4 with the least largest relative error of exp(r), 3.1e-9 (Remez' algorithm).
-// Of |x| <= 120, or NaN.
-__attribute__((always_inline)) inline FloatLanes bounded_exp_lanes(FloatLanes x) {
-  using V = FloatLanes;
-  using Bits __attribute__((vector_size(kFloatLanesBytes))) = int32_t;
+// Of |x| <= 120, or NaN. V: a register of floats of any width.
+template <class V>
+__attribute__((always_inline)) inline V bounded_exp_lanes(V x) {
+  using Bits = decltype(x < x);
   // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
   constexpr float kRound = 12582912.f, kLog2E = 1.44269504f;
   const V shifted = x * kLog2E + kRound;
@@ -55,21 +55,25 @@ __attribute__((always_inline)) inline FloatLanes bounded_exp_lanes(FloatLanes x)
 
 // x, not below `low` nor above `high`; NaN stays. The instructions return their second operand if
 // one is NaN. A comparison and a blend would take a third of exp's time.
-__attribute__((always_inline)) inline FloatLanes clamped_lanes(FloatLanes x, float low,
-                                                               float high) {
-  using V = FloatLanes;
+template <class V>
+__attribute__((always_inline)) inline V clamped_lanes(V x, float low, float high) {
   const V least = V{} + low, most = V{} + high;
-#if defined(CPU_CAPABILITY_AVX512)
-  return (V)_mm512_min_ps((__m512)most, _mm512_max_ps((__m512)least, (__m512)x));
-#elif defined(__AVX2__)
-  return (V)_mm256_min_ps((__m256)most, _mm256_max_ps((__m256)least, (__m256)x));
-#else
+#ifdef CPU_CAPABILITY_AVX512
+  if constexpr (sizeof(V) == sizeof(__m512)) {
+    return (V)_mm512_min_ps((__m512)most, _mm512_max_ps((__m512)least, (__m512)x));
+  }
+#endif
+#ifdef __AVX2__
+  if constexpr (sizeof(V) == sizeof(__m256)) {
+    return (V)_mm256_min_ps((__m256)most, _mm256_max_ps((__m256)least, (__m256)x));
+  }
+#endif
   x = x < least ? least : x;
   return x > most ? most : x;
-#endif
 }
 
-__attribute__((always_inline)) inline FloatLanes exp_lanes(FloatLanes x) {
+template <class V>
+__attribute__((always_inline)) inline V exp_lanes(V x) {
   return bounded_exp_lanes(clamped_lanes(x, -104, 89));  // exp is 0 and infinity there
 }
 

@@ -4,6 +4,7 @@
 #include "cpu/lanes.h"
 
 namespace warpwright {
+inline namespace CPU_CAPABILITY {  // cpu/capability.h
 
 // combine() of all lanes, as a tree. It takes registers of lanes.
 template <class T, class F>
@@ -19,4 +20,5 @@ CpuCompute<T> fold_lanes(Values<T> x, F&& combine) {
   return x[0];
 }
 
+}  // namespace CPU_CAPABILITY
 }  // namespace warpwright

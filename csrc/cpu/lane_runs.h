@@ -7,8 +7,10 @@
 #include <type_traits>
 
 #include "cpu/lanes.h"
+#include "cpu/wide_lanes.h"
 
 namespace warpwright {
+inline namespace CPU_CAPABILITY {  // cpu/capability.h
 
 // Partial sums and everything computed from them are double.
 using Stat = double;
@@ -137,17 +139,88 @@ struct Scalar {
   static void add_stat(Stat* target, W value) { *target += value; }
 };
 
+#ifdef CPU_CAPABILITY_AVX512
+// As Vector, with twice the lanes. Sums are in the compute type.
+template <class T>
+struct WideVector {
+  using V = WideValues<T>;
+  using W = V;
+  static constexpr int kCount = 2 * kLanes<T>;
+
+  static V load(const T* source) { return load_wide_lanes(source); }
+  static void store(T* target, V value) { store_wide_lanes(target, value); }
+  static W load_wide(const T* source) { return load(source); }
+  static V load_compute(const CpuCompute<T>* source) { return load_wide_lanes(source); }
+  static void add_stat(Stat* target, W value) {
+    Vector<T, false>::add_stat(target, low_half<T>(value));
+    Vector<T, false>::add_stat(target + kLanes<T>, high_half<T>(value));
+  }
+};
+#endif
+
+// Registers of a run. Those of AVX-512 have the same lanes.
+constexpr int kRunRegisters = 4;
+
 // Calls f<Access, kGroup>(begin) for runs of kGroup * Access::kCount neighbours that cover
-// [0, extent). Access is Vector, or Scalar at the end.
+// [0, extent). Access is Vector, or Scalar at the end. Whole runs are two WideVectors with AVX-512.
 template <class T, bool kDouble, class F>
 void for_runs(int64_t extent, F&& f) {
-  constexpr int kGroup = 4;
+  constexpr int64_t kRun = kRunRegisters * kLanes<T>;
   int64_t i = 0;
-  for (; i + kGroup * kLanes<T> <= extent; i += kGroup * kLanes<T>) {
-    f.template operator()<Vector<T, kDouble>, kGroup>(i);
+  for (; i + kRun <= extent; i += kRun) {
+#ifdef CPU_CAPABILITY_AVX512
+    if constexpr (!kDouble) {
+      f.template operator()<WideVector<T>, kRunRegisters / 2>(i);
+      continue;
+    }
+#endif
+    f.template operator()<Vector<T, kDouble>, kRunRegisters>(i);
   }
   for (; i + kLanes<T> <= extent; i += kLanes<T>) f.template operator()<Vector<T, kDouble>, 1>(i);
   for (; i < extent; ++i) f.template operator()<Scalar<T>, 1>(i);
 }
 
+// A result of a row's vectors in the compute type: lanes that each combine every kRun-th element
+// of whole runs.
+template <class T>
+class RunLanes {
+ public:
+  using Compute = CpuCompute<T>;
+  explicit RunLanes(Compute start = 0) {
+    for (auto& lanes : part_) lanes = Register{} + start;
+  }
+
+  // Combines the lanes of register g of a run with `value`.
+  template <class Access, class F>
+  __attribute__((always_inline)) void add(int g, const typename Access::V& value, F&& combine) {
+    if constexpr (sizeof(value) == sizeof(Register)) {
+      part_[g] = combine(value, part_[g]);
+    } else {
+#ifdef CPU_CAPABILITY_AVX512
+      part_[0] = with_low_half<T>(part_[0], combine(value, low_half<T>(part_[0])));
+#endif
+    }
+  }
+
+  // The lanes of all registers, combined to one register.
+  template <class F>
+  __attribute__((always_inline)) Values<T> combined(F&& combine) const {
+#ifdef CPU_CAPABILITY_AVX512
+    return combine(combine(low_half<T>(part_[0]), high_half<T>(part_[0])),
+                   combine(low_half<T>(part_[1]), high_half<T>(part_[1])));
+#else
+    return combine(combine(part_[0], part_[1]), combine(part_[2], part_[3]));
+#endif
+  }
+
+ private:
+#ifdef CPU_CAPABILITY_AVX512
+  using Register = WideValues<T>;
+#else
+  using Register = Values<T>;
+#endif
+  Register part_[kRunRegisters * sizeof(Values<T>) / sizeof(Register)];
+};
+
+}  // namespace CPU_CAPABILITY
 }  // namespace warpwright

@@ -7,6 +7,7 @@
 #include "cpu/lane_runs.h"
 
 namespace warpwright {
+inline namespace CPU_CAPABILITY {  // cpu/capability.h
 
 constexpr int64_t kRunRows = 32;
 
@@ -54,4 +55,5 @@ void for_row_groups(int64_t begin, int64_t end, int64_t columns, F&& f) {
   for (; row < end; ++row) rows_at.template operator()<1>(row);
 }
 
+}  // namespace CPU_CAPABILITY
 }  // namespace warpwright

@@ -8,6 +8,7 @@
 #include "cpu/lane_runs.h"
 
 namespace warpwright {
+inline namespace CPU_CAPABILITY {  // cpu/capability.h
 
 constexpr int64_t kSumColumns = 2048;  // summed in the compute type
 
@@ -19,16 +20,26 @@ void for_accesses(int64_t length, F&& f) {
   });
 }
 
-// The accesses to elements of type O with as many lanes as `Access` has.
+// The access to elements of type O with as many lanes as `Access` has.
 template <class Access, class O>
-using AccessBeside = std::conditional_t<Access::kCount == 1, Scalar<O>, Vector<O, false>>;
+struct AccessOf {
+#ifdef CPU_CAPABILITY_AVX512
+  using Lanes = std::conditional_t<Access::kCount == kLanes<O>, Vector<O, false>, WideVector<O>>;
+#else
+  using Lanes = Vector<O, false>;
+#endif
+  using Type = std::conditional_t<Access::kCount == 1, Scalar<O>, Lanes>;
+};
+template <class Access, class O>
+using AccessBeside = typename AccessOf<Access, O>::Type;
 
 // kSums sums along a row. f<Access>(column, terms) writes the terms of a vector, or of an element.
 template <class T, int kSums, class F>
 std::array<double, kSums> sums_along(int64_t length, F&& f) {
   std::array<double, kSums> total{};
   for (int64_t begin = 0; begin < length; begin += kSumColumns) {
-    Values<T> sums[kSums][4] = {};
+    const auto plus = [](const auto& a, const auto& b) { return a + b; };
+    RunLanes<T> sums[kSums];
     double rest[kSums] = {};
     for_runs<T, false>(std::min(kSumColumns, length - begin),
                        [&]<class Access, int kCount>(int64_t at) {
@@ -39,17 +50,17 @@ std::array<double, kSums> sums_along(int64_t length, F&& f) {
                              if constexpr (Access::kCount == 1) {
                                rest[s] += static_cast<double>(terms[s]);
                              } else {
-                               sums[s][g] += terms[s];
+                               sums[s].template add<Access>(g, terms[s], plus);
                              }
                            }
                          }
                        });
     for (int s = 0; s < kSums; ++s) {
-      const Values<T> all = (sums[s][0] + sums[s][1]) + (sums[s][2] + sums[s][3]);
-      total[s] += Vector<T, false>::total(all) + rest[s];
+      total[s] += Vector<T, false>::total(sums[s].combined(plus)) + rest[s];
     }
   }
   return total;
 }
 
+}  // namespace CPU_CAPABILITY
 }  // namespace warpwright

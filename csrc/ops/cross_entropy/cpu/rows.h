@@ -14,21 +14,23 @@
 #include <immintrin.h>
 #endif
 
+#include "cpu/capability.h"
 #include "cpu/types.h"
 #include "ops/cross_entropy/cross_entropy.h"
 
 namespace warpwright {
+inline namespace CPU_CAPABILITY {  // cpu/capability.h
 
 using at::vec::Vectorized;
 
 template <class T>
 using Lanes = Vectorized<CpuCompute<T>>;
 
-// The first `count` elements, then zeros. at::vec copies them through memory first, and the load of
-// the copy waits for it.
+// The first `count` elements, then zeros. With AVX2, at::vec copies them through memory first, and
+// the load of the copy waits for it.
 template <class V>
 V load_first(const typename V::value_type* source, int64_t count) {
-#ifdef __AVX2__
+#ifdef CPU_CAPABILITY_AVX2
   if constexpr (std::is_same_v<V, Vectorized<float>>) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i wanted = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lanes);
@@ -61,6 +63,12 @@ Lanes<T> load_lanes(const T* source, int64_t count) {
 // `value` in the first `count` lanes, `fill` in the others.
 template <class V>
 V first_lanes(const V& fill, const V& value, int64_t count) {
+#ifdef CPU_CAPABILITY_AVX512
+  if constexpr (std::is_same_v<V, Vectorized<float>>) {  // V::set has a branch per count
+    const auto wanted = static_cast<__mmask16>((1u << count) - 1);
+    return _mm512_mask_mov_ps(fill, wanted, value);
+  }
+#endif
   return count == V::size() ? value : V::set(fill, value, count);
 }
 
@@ -167,16 +175,6 @@ double check_labels(const CrossEntropyView<T, Q>& view) {
   return total;
 }
 
-// As exact as results of type T can show: rounding to 16 bits hides 20 float ulps.
-template <class T>
-Lanes<T> exp_for(const Lanes<T>& x) {
-  if constexpr (sizeof(T) == 2) {
-    return x.exp_u20();
-  } else {
-    return x.exp();
-  }
-}
-
 // ---- pixels ----
 
 // A strip of up to kStrip neighbouring pixels at a time: each class is one contiguous read.
@@ -192,14 +190,26 @@ void for_strips(const CrossEntropyProblem& p, int64_t begin, int64_t end, F&& f)
   }
 }
 
-// Rows [begin, end) of a backward, by the calling thread.
-void cross_entropy_backward_block_cpu(const CrossEntropyBackwardParams& p, int64_t begin,
-                                      int64_t end);
-
 // Calls f<T, Q, kKind>() for the problem's types; Q is the type of probabilities.
 template <class F>
 void for_problem(const CrossEntropyProblem& p, F&& f) {
   for_cpu_dtype(p.dtype, [&]<class T>() { for_target<T, CpuCompute<T>>(p, f); });
 }
+
+}  // namespace CPU_CAPABILITY
+
+// What a forward finds per row, in the compute type: the maximum, sum_c exp(z_c - max),
+// sum_c w_c q_c (z_c - max) and sum_c w_c q_c. The last two are not computed for labels; for
+// smoothed ones they have the uniform part alone.
+struct CrossEntropyRowSums {
+  void *max, *sum, *linear, *mass;
+};
+
+// Rows [begin, end), by the calling thread.
+WARPWRIGHT_DECLARE_LOOPS(void cross_entropy_forward_loops(const CrossEntropyProblem& p,
+                                                          const CrossEntropyRowSums& rows,
+                                                          int64_t begin, int64_t end);
+                         void cross_entropy_backward_loops(const CrossEntropyBackwardParams& p,
+                                                           int64_t begin, int64_t end);)
 
 }  // namespace warpwright
