@@ -109,7 +109,18 @@ def test_advice(report):
     assert found["Here"].code == "warpwright.swap(model)"
     assert found["Here"].ms == pytest.approx(-2.0)
     assert 'mode="reduce-overhead"' in found["The"].code
-    assert found["use"].code == "model.to(memory_format=torch.channels_last)"
+    assert found["use"].code.startswith("model.to(memory_format=torch.channels_last)\n")
+
+
+def test_advice_on_the_memory_format(report):
+    """Once channels_last was measured, the measurement takes the place of swap's advice."""
+    report.layouts = (12.0, 9.0)
+    (found,) = (a for a in advice.advice(report) if "channels_last" in a.code)
+    assert found.ms == pytest.approx(-3.0)
+    assert found.why == "Bring the model and its images to channels_last."
+    assert '<b class="good">-3 ms</b> per step' in page.render(report)
+    report.layouts = (12.0, 11.9)
+    assert not [a for a in advice.advice(report) if "channels_last" in a.code]
 
 
 def test_advice_to_leave_a_module_with_swapped_layers_inside(report):

@@ -92,6 +92,8 @@ def profile(
             where,
             *running.check_modules(workload, "fused" in names),
         )
+        if report.ours is not None:
+            report.layouts = running.time_layouts(workload, report.ours["name"], seconds)
     if folder is not None:
         page.write_all(report, folder)
     return report
