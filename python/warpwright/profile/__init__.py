@@ -48,7 +48,7 @@ def profile(
         runs: any of ``native``, ``swapped``, ``fused``, ``compiled``; the default leaves
             ``compiled`` out on the CPU.
         out: a folder for the page (report.html), pictures, CSV, JSON and Chrome traces. Needs
-            ``warpwright[bench]``.
+            ``warpwright[pages]``.
         steps: number of traced steps.
         seconds: approximate measuring time per run.
         title: of the page.
