@@ -13,7 +13,7 @@ try:
     import vl_convert
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "pages need vl-convert-python: pip install 'warpwright[bench]'", name=error.name
+        "pages need vl-convert-python: pip install 'warpwright[pages]'", name=error.name
     ) from error
 
 from markupsafe import Markup

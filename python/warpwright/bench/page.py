@@ -10,7 +10,7 @@ try:
     from jinja2 import ChoiceLoader, Environment, PackageLoader
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "--html needs jinja2: pip install 'warpwright[bench]'", name=error.name
+        "--html needs jinja2: pip install 'warpwright[pages]'", name=error.name
     ) from error
 
 from markupsafe import Markup

@@ -21,7 +21,7 @@ try:
     import matplotlib
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "pictures need matplotlib: pip install 'warpwright[bench]'", name=error.name
+        "pictures need matplotlib: pip install 'warpwright[pages]'", name=error.name
     ) from error
 
 matplotlib.use("Agg")

@@ -293,7 +293,7 @@ def _draw_op_times(axes: Axes, result: Result, dark: bool) -> None:
     axes.set_xlabel(f"{where} time, ms a step")
     step = {t.library: t.phase_ms()["step"] for t in result.trainings}
     axes.set_title(
-        f"Each op inside of the step; whole step {step['warpwright']:.3g} ms, native {step['native']:.3g} ms"
+        f"Each op inside of the step ({step['warpwright']:.3g} ms, native {step['native']:.3g})"
     )
     axes.legend(loc="lower right", fontsize=8)
     axes.grid(axis="x", alpha=0.25)
