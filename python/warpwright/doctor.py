@@ -62,32 +62,29 @@ def calls(device: str) -> dict[str, Call]:
     }
 
 
+# Functions of torch.
 REDUCTIONS = ("sum", "mean", "amax", "logsumexp", "var", "std")
 SCANS = ("cumsum", "cumprod", "logcumsumexp")
-# Ops of several of native's functions.
-LINEAR: dict[str, Callable[..., Tensor]] = {
-    "linear_relu": native.relu,
-    "linear_gelu": native.gelu,
-    "linear_silu": native.silu,
+LINEAR = ("linear_relu", "linear_gelu", "linear_silu")
+GATED = ("swiglu", "geglu")
+# Ops that native computes by several functions.
+COMPOSED: dict[str, Callable[..., Tensor]] = {
+    "linear_relu": lambda x, weight, bias: native.relu(native.linear(x, weight, bias)),
+    "linear_gelu": lambda x, weight, bias: native.gelu(native.linear(x, weight, bias)),
+    "linear_silu": lambda x, weight, bias: native.silu(native.linear(x, weight, bias)),
+    "swiglu": lambda gate, up: native.silu(gate) * up,
+    "geglu": lambda gate, up: native.gelu(gate) * up,
+    "batch_norm_relu": lambda *arguments: native.relu(native.batch_norm(*arguments)),
+    "relu_max_pool2d": lambda x, kernel_size: native.max_pool2d(native.relu(x), kernel_size),
+    "linear_cross_entropy": lambda x, weight, target: native.cross_entropy(x @ weight.T, target),
 }
-GATED: dict[str, Callable[..., Tensor]] = {"swiglu": native.silu, "geglu": native.gelu}
 
 
 def native_function(op: str) -> Callable[..., Tensor]:
     """What computes the op without warpwright."""
-    if op in REDUCTIONS or op in SCANS:
-        return getattr(torch, op)
-    if op in LINEAR:
-        return lambda input, weight, bias: LINEAR[op](native.linear(input, weight, bias))
-    if op in GATED:
-        return lambda gate, up: GATED[op](gate) * up
-    if op == "batch_norm_relu":
-        return lambda *arguments: native.relu(native.batch_norm(*arguments))
-    if op == "relu_max_pool2d":
-        return lambda input, kernel_size: native.max_pool2d(native.relu(input), kernel_size)
-    if op == "linear_cross_entropy":
-        return lambda input, weight, target: native.cross_entropy(input @ weight.T, target)
-    return getattr(native, op)
+    if op in COMPOSED:
+        return COMPOSED[op]
+    return getattr(torch if op in REDUCTIONS or op in SCANS else native, op)
 
 
 def check(op: str, call: Call) -> str | None:
