@@ -117,14 +117,22 @@ def roofline(record: Row) -> Chart | None:
     ends = min(at) / 2, ridge, max(*at, ridge) * 2
     roof = [{"x": x, "y": min(x * copy, matmul)} for x in ends]
 
-    def axis(field: str, title: str) -> Row:
-        scale = {"type": "log", "nice": False}
-        return {"field": field, "type": "quantitative", "title": title, "scale": scale}
+    rates = [value["TFLOP/s"] for value in values]
+    heights = min(r for r in (*rates, matmul) if r > 0) / 2, max(*rates, matmul) * 2
+
+    def axis(field: str, title: str, low: float, high: float) -> Row:
+        return {
+            "field": field,
+            "type": "quantitative",
+            "title": title,
+            "scale": {"type": "log", "nice": False, "domain": [low, high]},
+            "axis": {"tickCount": 6, "grid": False},
+        }
 
     def spec(dark: bool) -> Row:
         theme = _theme(dark)
-        x = axis("operations per byte", "operations per byte (fewest bytes)")
-        y = axis("TFLOP/s", "achieved TFLOP/s")
+        x = axis("operations per byte", "operations per byte (fewest bytes)", ends[0], ends[2])
+        y = axis("TFLOP/s", "achieved TFLOP/s", *heights)
         line = {
             "data": {"values": roof},
             "mark": {"type": "line", "color": theme.muted, "clip": True},
