@@ -96,6 +96,9 @@ def finish(app, exception):
         return
     out = Path(app.outdir)
     shutil.copytree(ROOT / "docs" / "results", out / "results", dirs_exist_ok=True)
+    (out / "docs").mkdir(exist_ok=True)  # README, a part of the first page, names its pictures so
+    for picture in (ROOT / "docs").glob("demo*.png"):
+        shutil.copy(picture, out / "docs")
     dead = set()
     for page in out.rglob("*.html"):
         text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(), flags=re.S)

@@ -14,7 +14,7 @@ from bench_runs import TINY, TINY_LINEAR, TINY_POOL, check_schema, runner
 from pages import check_page
 
 import warpwright_cli
-from warpwright.bench import optimizers, page, plots, records, reliability, run, sources
+from warpwright.bench import live, optimizers, page, plots, records, reliability, run, sources
 from warpwright.bench.shapes import CASES
 
 pytestmark = pytest.mark.usefixtures("quick_ceilings")
@@ -202,10 +202,38 @@ def test_page_of_the_results(tmp_path):
     path = tmp_path / "page.html"
     page.write_bench_page(record, path)
     check_page(path, tmp_path)
+    pictures = {p.name for p in tmp_path.glob("*.png")}
+    assert {"page_bars.png", "page_bars_dark.png", "page_roofline.png"} <= pictures
     text = path.read_text()
     for part in (record["gpu"], record["source_hash"], record["date"], "prefers-color-scheme"):
         assert part in text
     assert text.count('class="ours"') == sum(r["impl"] == "warpwright" for r in record["rows"])
+
+
+def test_live_charts():
+    """Each bar is a share of native's time, and each row with bytes is a point below the roof."""
+    record = records.load_records(FULL)
+    charts = live.of_record(record)
+    shares = {(v["op"], v["implementation"]): v["share"] for v in charts["bars"].values}
+    for (op, which), times in plots.relative_times(record).items():
+        for impl, share in times.items():
+            assert shares[f"{op} {which}", impl] == pytest.approx(share, abs=1e-4)
+    assert len(charts["roofline"].values) == sum(bool(row["bytes"]) for row in record["rows"])
+    assert live.of_record({**record, "rows": []}) == {}
+
+
+def test_roofs_of_a_cpu_are_at_least_what_a_row_reached():
+    rates = {"copy_tbs": 0.01, "matmul_tflops": 0.1}
+    fixed = {"dtype": "float32", "impl": "native", "ms": 1.0}
+    rows = [
+        {"op": "relu", "bytes": 10**8, "flops": 0, **fixed},  # 0.1 TB/s, out of a cache
+        {"op": "linear", "bytes": 10**6, "flops": 2 * 10**8, **fixed},  # 0.2 TFLOP/s
+    ]
+    record = {"device": "cuda", **rates, "rows": rows}
+    assert plots.roofs(record) == (("copy", 0.01), ("matmul", 0.1))
+    copy, matmul = plots.roofs({**record, "device": "cpu"})
+    assert copy == ("most reached", pytest.approx(0.1))
+    assert matmul == ("most reached", pytest.approx(0.2))
 
 
 def test_page_escapes_what_it_shows(tmp_path):
@@ -213,8 +241,9 @@ def test_page_escapes_what_it_shows(tmp_path):
     record["rows"] = record["rows"][:2]
     record["failures"] = [{"op": "relu", "case": "x", "error": "<script>alert(1)</script>"}]
     text = page.bench_page(record)
-    assert text.count("<script") == 1  # the page's own
-    assert "alert" not in text.partition("<script")[2]
+    # The page's own, the charts' library, and each chart's data.
+    assert text.count("<script") == 2 + len(live.of_record(record))
+    assert "alert(1)" not in text.partition("<script")[2]
     assert "&lt;script&gt;alert(1)" in text
 
 

@@ -124,8 +124,12 @@ def test_what_was_measured_again_replaces_the_whole_suites_rows(tree):
     run(root)
     readme = (root / "README.md").read_text()
     assert readme.count("`relu`") == readme.count("`linear`") == 1
+    assert (
+        f"| `mnist_step`{tables.STALE} 8 | **0.50×** | 4 | 1 (compile) | 2 | 2 (warpwright) |"
+        in readme
+    )
     gpu = record["gpu"].removeprefix("NVIDIA ")
-    assert f"| `mnist_step`{tables.STALE} 8 | {gpu} | 4 | 1 (compile) | 2 |" in readme
+    assert f"| training step on {gpu}, ms | fastest of all peers" in readme
     assert "2020-02-02" in readme
 
 
@@ -241,11 +245,27 @@ def test_two_gpus_stand_side_by_side(tree):
     assert f"| op | pass | workloads | {main} | Another GPU |" in page
     assert "| `relu` | fwd | 1 | 2.00× | 1.50× |" in page
     assert "| `linear` | fwd | 1 |" not in page[: page.index("newest record")]
+    # README has the first GPU's ops, and says where the other's are.
     readme = (root / "README.md").read_text()
-    assert f"| {main}: geometric mean | slowest row | Another GPU: geometric mean |" in readme
-    assert "| `relu` | fwd 2.00× | 2.00× (fwd) | fwd 1.50× | 1.50× (fwd) |" in readme
-    assert "| `linear`, `linear_relu` |  |  | fwd 0.50×† | 0.25× (`linear_relu` fwd) |" in readme
+    assert "| native time / ours | geometric mean | slowest row |" in readme
+    assert "| `relu` | fwd 2.00× | 2.00× (fwd) |" in readme
+    assert "`linear`" not in readme
+    assert "The ops on Another GPU, and every row" in readme
+    assert "| `linear_relu`† | fwd | 1 | **0.25×** |" in page
     assert run(root, "--check") == 0
+
+
+def test_a_family_of_ops_is_a_line(tree):
+    root, path, record = tree
+    ops = ("linear", "linear_relu", "linear_gelu", "linear_silu")
+    record["rows"] = [{**row, "op": op} for op in ops for row in record["rows"]]
+    next(r for r in record["rows"] if r["op"] == "linear_silu" and r["impl"] == "native")["ms"] = (
+        1.0
+    )
+    records.save_records(record, path)
+    run(root)
+    line = "| `linear`, `linear_relu` and 2 more | fwd 1.41×† | 0.50× (`linear_silu` fwd) |"
+    assert line in (root / "README.md").read_text()
 
 
 def test_each_gpu_has_a_line_per_step(tree):
@@ -260,7 +280,7 @@ def test_each_gpu_has_a_line_per_step(tree):
     readme = (root / "README.md").read_text()
     main = record["gpu"].removeprefix("NVIDIA ")
     lines = [line.split("|") for line in readme.splitlines() if "mnist_step" in line]
-    assert [cells[2:4] for cells in lines] == [[f" {main} ", " 4 "], [" Other ", " 16 "]]
+    assert [cells[3:5] for cells in lines] == [[f" {main} ", " 4 "], [" Other ", " 16 "]]
 
 
 def test_a_drifting_row_is_in_no_column(tree):
@@ -271,7 +291,7 @@ def test_a_drifting_row_is_in_no_column(tree):
     run(root)
     page = (root / "docs/results.md").read_text()
     assert "| `relu` | fwd | 1 | 2.00× | 2.00× |" not in page
-    assert "| `relu` | fwd 2.00× | 2.00× (fwd) |  |  |" in (root / "README.md").read_text()
+    assert "| `relu` | fwd 2.00× | 2.00× (fwd) |" in (root / "README.md").read_text()
 
 
 def test_the_readmes_picture_has_each_steps_largest_workload():

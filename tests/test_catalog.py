@@ -250,7 +250,9 @@ def test_every_folder_has_its_page():
 
 
 def test_doctor_calls_what_native_has():
-    assert set(doctor.calls("cpu")) == {op.name for op in NATIVE_HAS}
+    """Besides, functions of torch, and ops that native computes by several functions."""
+    more = {*doctor.REDUCTIONS, *doctor.SCANS, *doctor.COMPOSED}
+    assert set(doctor.calls("cpu")) - more == {op.name for op in NATIVE_HAS}
 
 
 def folders_without(named):

@@ -55,6 +55,7 @@ MISTAKES = {
     "profile model.py:deep --input 2x3": "shapes cannot be multiplied (2x4 and 5x2), in 1 (Linear)",
     "profile model.py:build --input 2x3 --target 2x3:int64:3": "RuntimeError: Expected floating point",
     "profile model.py:build --input 2x3 --runs foo": "runs: expected names out of native, swapped",
+    "demo --out file/x": "demo: file/x/demo.json: can't be written",
     "overhead --rounds 2 --json file/x.json": "file/x.json: can't be written",
     "compare none.json list.json": "none.json: no such file",
     "compare list.json list.json": "list.json: expected a record of bench --json, got a JSON list",

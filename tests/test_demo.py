@@ -200,9 +200,10 @@ def test_outputs(mnist, tmp_path, capsys, device, layout):
             assert times["forward"] > 0
             assert times["backward"] > 0
         assert abs(sum(row["ms"][p] for p in PHASES) - row["ms"]["step"]) < 0.5 * row["ms"]["step"]
-    picture = (tmp_path / "out" / "demo.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) > 20_000
+    for name in ("demo.png", "demo_dark.png"):
+        picture = (tmp_path / "out" / name).read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 20_000
 
 
 def test_exit_code_when_it_did_not_learn(mnist, tmp_path, capsys, device):

@@ -55,6 +55,15 @@ def test_every_public_name_has_a_docstring_of_its_own(module):
             assert value.__dict__.get("__doc__") or value.__doc__, name
 
 
+@pytest.mark.parametrize("module", ["quantization", "distributed.sequence"])
+def test_every_name_of_other_public_modules_has_an_entry(module):
+    text = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
+    entries = set(re.findall(r"^\.\. (?:autofunction|autoclass|py:data):: (\w+)$", text, re.M))
+    for members in re.findall(r"^   :members: (.+)$", text, re.M):
+        entries.update(members.split(", "))
+    assert set(import_module(f"warpwright.{module}").__all__) <= entries
+
+
 KERNEL_PAGES = sorted(
     path
     for path in (DOCS / "kernels").glob("*.md")

@@ -15,14 +15,14 @@ def test_it_passes(capsys):
     assert torch.equal(torch.get_rng_state(), state[0])
     assert torch.backends.cudnn.allow_tf32 == state[1]
     printed = capsys.readouterr().out
-    assert "all checks passed" in printed
+    assert f"all {len(doctor.calls('cpu'))} checks passed" in printed
     assert warpwright.info()["source_hash"] in printed
 
 
 @pytest.mark.gpu
 def test_it_passes_on_a_gpu(capsys):
     assert warpwright_cli.main(["doctor", "--device", "cuda"]) == 0
-    assert "all checks passed" in capsys.readouterr().out
+    assert f"all {len(doctor.calls('cuda'))} checks passed" in capsys.readouterr().out
 
 
 def test_a_wrong_result_is_found(monkeypatch, capsys):
@@ -41,7 +41,11 @@ def test_an_op_that_raises_is_a_finding(monkeypatch):
 
 
 def test_its_calls_are_ops_of_the_catalog():
-    assert set(doctor.calls("cpu")) <= set(OPS)
+    tried = set(doctor.calls("cpu"))
+    assert tried <= set(OPS)
+    # Every op that native has as one function is tried. Dropout draws its own numbers.
+    known = {op for op in OPS if hasattr(doctor.native, op) or hasattr(torch, op)}
+    assert known - {"dropout"} <= tried
 
 
 def test_advice(monkeypatch):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import warpwright
 import warpwright_cli
 from warpwright.bench import records
+from warpwright.bench.measure import Timing
 from warpwright.profile import command, page, runs, trace
 from warpwright.swap import OPS
 
@@ -100,6 +101,56 @@ def test_the_model_is_as_before(profiled):
         assert torch.equal(value, state[name]), name
     assert optimizer.state_dict()["state"].keys() == optimizer_state["state"].keys()
     assert all(p.grad is None for p in model.parameters())
+
+
+class OfImages(nn.Module):
+    def __init__(self, flat):
+        super().__init__()
+        self.conv, self.flat = nn.Conv2d(3, 8, 3, padding=1), flat
+
+    def forward(self, x):
+        y = self.conv(x).relu()
+        return y.view(y.shape[0], -1) if self.flat else y.mean((2, 3))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_channels_last_is_measured(flat, monkeypatch):
+    """If the model runs in it; and weights, images and their storages are as before."""
+
+    def timed(step, device, seconds):
+        """1 ms, or 2 in channels_last."""
+        step()
+        ms = 1.0 + model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        return Timing(ms, ms, ms, 6, [ms] * 6)
+
+    monkeypatch.setattr(runs, "_timed", timed)
+    model, images = OfImages(flat), torch.randn(2, 3, 8, 8)
+    weight, before = model.conv.weight, model.conv.weight.detach().clone()
+    place = weight.data_ptr()
+    workload = runs.Workload(model, images)
+    found = runs.time_layouts(workload, "swapped", 0.2)
+    assert found == (None if flat else (1.0, 2.0))  # view() of channels_last raises
+    with runs._channels_last(workload) as changed:
+        assert changed.inputs.is_contiguous(memory_format=torch.channels_last)
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert images.is_contiguous()
+    assert model.conv.weight is weight
+    assert weight.is_contiguous()
+    assert weight.data_ptr() == place
+    assert torch.equal(weight, before)
+    assert type(model.conv) is nn.Conv2d
+    assert weight.grad is None
+
+
+def test_channels_last_of_other_models_is_not_measured():
+    assert (
+        runs.time_layouts(runs.Workload(nn.Linear(4, 4), torch.ones(2, 4)), "native", 0.1) is None
+    )
+    images = torch.randn(2, 3, 8, 8)
+    ready = OfImages(False).to(memory_format=torch.channels_last)
+    assert runs.time_layouts(runs.Workload(ready, images), "native", 0.1) is None
+    own = runs.Workload(OfImages(False), images, step=lambda model: model(images))
+    assert runs.time_layouts(own, "native", 0.1) is None
 
 
 def test_ops_add_up_to_the_step(profiled):

@@ -99,17 +99,36 @@ def test_flame(report):
     assert not [v for v in values if v["run"] == "fused" and v["name"].startswith("block.act")]
 
 
+def options_of(code):
+    """What the advised code hands to swap()."""
+    scope = {"model": None, "warpwright": type("W", (), {"swap": staticmethod(lambda *a, **k: k)})}
+    exec(code.replace("warpwright.swap", "given = warpwright.swap"), scope)
+    return scope["given"]
+
+
 def test_advice(report):
     found = {a.why.split(" ")[0]: a for a in advice.advice(report)}
     assert found["Leave"].ms == pytest.approx(-2.0)
-    # The code runs, and names the module exactly.
-    scope = {"model": None, "warpwright": type("W", (), {"swap": staticmethod(lambda *a, **k: k)})}
-    exec(found["Leave"].code.replace("warpwright.swap", "given = warpwright.swap"), scope)
-    assert scope["given"] == {"exclude": ["block.<b>"], "fuse": True}
+    # The code runs, names the module exactly, and does not fuse: the swapped run is the faster one.
+    assert options_of(found["Leave"].code) == {"exclude": ["block.<b>"]}
     assert found["Here"].code == "warpwright.swap(model)"
     assert found["Here"].ms == pytest.approx(-2.0)
     assert 'mode="reduce-overhead"' in found["The"].code
-    assert found["use"].code == "model.to(memory_format=torch.channels_last)"
+    assert found["use"].code.startswith("model.to(memory_format=torch.channels_last)\n")
+    report.runs[2] = run("fused", 9.0)
+    (leave,) = (a for a in advice.advice(report) if a.why.startswith("Leave"))
+    assert options_of(leave.code) == {"exclude": ["block.<b>"], "fuse": True}
+
+
+def test_advice_on_the_memory_format(report):
+    """Once channels_last was measured, the measurement takes the place of swap's advice."""
+    report.layouts = (12.0, 9.0)
+    (found,) = (a for a in advice.advice(report) if "channels_last" in a.code)
+    assert found.ms == pytest.approx(-3.0)
+    assert found.why == "Bring the model and its images to channels_last."
+    assert '<b class="good">-3 ms</b> per step' in page.render(report)
+    report.layouts = (12.0, 11.9)
+    assert not [a for a in advice.advice(report) if "channels_last" in a.code]
 
 
 def test_advice_to_leave_a_module_with_swapped_layers_inside(report):
@@ -121,6 +140,20 @@ def test_advice_to_leave_a_module_with_swapped_layers_inside(report):
     exec(code.replace("warpwright.swap", "given = warpwright.swap"), scope)
     assert scope["given"]["filter_fn"](None, "block.<b>") is False
     assert scope["given"]["filter_fn"](None, "block.<b>.inner") is True
+
+
+def test_a_fused_module_is_compared_with_its_whole_chain(report):
+    """batch norm with the block's addition and ReLU takes longer than native's batch norm alone."""
+    entry = next(e for e in report.swap["entries"] if e["name"] == "block.norm")
+    entry["fused"] = "BatchNormAddReLU2d"
+    chain = {"block": "block", "chain": "norm → add → act", "into": "BatchNormAddReLU2d"}
+    report.swap["fusions"] = [chain | {"reason": ""}]
+    report.modules.append(row({"module": "block", "op": "add"}, (1.0, 1.0, None)))
+    (norm,) = (r for r in report.modules if r["module"] == "block.norm")
+    norm["fused"] = cells(4.5)  # native's layers take 3 + 1 + 1
+    assert "block.norm" not in advice.losses(report, report.ours)
+    norm["fused"] = cells(5.5)
+    assert advice.losses(report, report.ours)["block.norm"] == pytest.approx(0.5)
 
 
 def test_no_advice_from_unsteady_runs(report):

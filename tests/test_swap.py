@@ -10,6 +10,7 @@ import pytest
 import torch
 from common import classes, gradients, small_resnet
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import warpwright
 from warpwright import swap, swapped, unswap
@@ -53,6 +54,18 @@ class MyLinear(nn.Linear):
     pass
 
 
+class CallsRelu(nn.Module):
+    def forward(self, x):
+        return nn.functional.relu(x)
+
+
+def sharded():
+    """A layer with a class as fully_shard derives it."""
+    layer = nn.Linear(2, 2)
+    layer.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    return layer
+
+
 def replaced_forward():
     module = nn.ReLU()
     module.forward = torch.tanh
@@ -63,6 +76,9 @@ def replaced_forward():
     ("make", "reason"),
     [
         (lambda: MyLinear(2, 2), "a subclass of nn.Linear"),
+        (lambda: MyLinear(2, 2), "may compute something else; see warpwright.register_layer"),
+        (sharded, "a subclass of nn.Linear that fully_shard made: swap before fully_shard"),
+        (CallsRelu, "no such layer, but patch() routes the functions that it calls"),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "parametrized"),
         (lambda: nn.LazyLinear(2), "lazy, not initialised"),
         (lambda: nn.LazyConv2d(2, 1), "lazy, not initialised"),
@@ -76,7 +92,7 @@ def replaced_forward():
         (lambda: nn.Linear(2, 2).to(torch.float8_e4m3fn), "weight: no kernel for float8_e4m3fn"),
         (lambda: torch.jit.script(nn.ReLU()), "TorchScript"),
         (lambda: warpwright.nn.ReLU(), "already warpwright's"),
-        (replaced_forward, "forward is replaced on the instance"),
+        (replaced_forward, "forward is replaced on the instance: swap before it is replaced"),
         (lambda: nn.Mish(), "no such layer"),
         (lambda: nn.ConvTranspose2d(1, 1, 1), "no such layer"),
         (lambda: nn.LocalResponseNorm(2), "no such layer"),

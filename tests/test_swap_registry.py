@@ -119,7 +119,7 @@ def test_options_of_swap(model_input):
     hooked[1].forward = lambda x: x
     assert {e.name: e.reason for e in swap(hooked).left}[
         "1"
-    ] == "its forward is replaced on the instance"
+    ] == "its forward is replaced on the instance: swap before it is replaced"
     with warpwright.swapped(model()) as inside:
         assert type(inside[1]) is not Norm
     assert type(inside[1]) is Norm

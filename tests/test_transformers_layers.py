@@ -189,7 +189,7 @@ def test_fused_models(name, device):
     model = make(name, device)
     mine, report = swapped_copy(model, fuse=True)
     assert_as_good(mine, model, **training_inputs(name, device))
-    left = {e.type.rsplit(".", 1)[-1] for e in report.left if e.reason == NO_LAYER}
+    left = {e.type.rsplit(".", 1)[-1] for e in report.left if e.reason.startswith(NO_LAYER)}
     assert not {kind for kind in left if "RMSNorm" in kind or kind in ("Conv1D", "T5LayerNorm")}
     gated = any(e.op == "swiglu" for e in report.swapped)
     assert gated or any(not f.reason for f in report.fusions) or name == "t5"

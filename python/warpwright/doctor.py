@@ -29,7 +29,7 @@ Call = tuple[list[Tensor], dict[str, Any]]
 
 
 def calls(device: str) -> dict[str, Call]:
-    """A small call of each op that native has too: its tensors and its other arguments."""
+    """A small call of each op that ``native_function`` has: its tensors and its other arguments."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, requires_grad=True)
@@ -52,13 +52,45 @@ def calls(device: str) -> dict[str, Call]:
         "linear": ([random(64, 128), random(96, 128), random(96)], {}),
         "cross_entropy": ([random(16, 10), labels], {}),
         "scaled_dot_product_attention": ([random(2, 4, 32, 16) for _ in range(3)], {}),
+        **{op: ([random(32, 64)], {"dim": 1}) for op in REDUCTIONS},
+        **{op: ([random(32, 64)], {"dim": 1}) for op in SCANS},
+        **{op: ([random(64, 128), random(96, 128), random(96)], {}) for op in LINEAR},
+        **{op: ([random(32, 64), random(32, 64)], {}) for op in GATED},
+        "batch_norm_relu": ([random(4, 8, 16, 16), *running, random(8), random(8)], {}),
+        "relu_max_pool2d": ([random(4, 8, 16, 16)], {"kernel_size": 2}),
+        "linear_cross_entropy": ([random(16, 32), random(10, 32), labels], {}),
     }
+
+
+# Functions of torch.
+REDUCTIONS = ("sum", "mean", "amax", "logsumexp", "var", "std")
+SCANS = ("cumsum", "cumprod", "logcumsumexp")
+LINEAR = ("linear_relu", "linear_gelu", "linear_silu")
+GATED = ("swiglu", "geglu")
+# Ops that native computes by several functions.
+COMPOSED: dict[str, Callable[..., Tensor]] = {
+    "linear_relu": lambda x, weight, bias: native.relu(native.linear(x, weight, bias)),
+    "linear_gelu": lambda x, weight, bias: native.gelu(native.linear(x, weight, bias)),
+    "linear_silu": lambda x, weight, bias: native.silu(native.linear(x, weight, bias)),
+    "swiglu": lambda gate, up: native.silu(gate) * up,
+    "geglu": lambda gate, up: native.gelu(gate) * up,
+    "batch_norm_relu": lambda *arguments: native.relu(native.batch_norm(*arguments)),
+    "relu_max_pool2d": lambda x, kernel_size: native.max_pool2d(native.relu(x), kernel_size),
+    "linear_cross_entropy": lambda x, weight, target: native.cross_entropy(x @ weight.T, target),
+}
+
+
+def native_function(op: str) -> Callable[..., Tensor]:
+    """What computes the op without warpwright."""
+    if op in COMPOSED:
+        return COMPOSED[op]
+    return getattr(torch if op in REDUCTIONS or op in SCANS else native, op)
 
 
 def check(op: str, call: Call) -> str | None:
     """Why the op's result or gradients are worse than native's; None if they are not."""
     try:
-        compare_with_native(_of_values(getattr(ours, op)), _of_values(getattr(native, op)), *call)
+        compare_with_native(_of_values(getattr(ours, op)), _of_values(native_function(op)), *call)
     except Exception as error:  # a kernel that cannot run at all is a finding too
         return str(error) or type(error).__name__
     return None
@@ -102,23 +134,38 @@ def run(options: SimpleNamespace) -> int:
         return 2
     console.print(info())
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    table, failures, start = Table(), 0, time.perf_counter()
-    for column in ("op", "device", "compared with native", "what runs"):
-        table.add_column(column)
-    for device in [options.device] if options.device else devices:
+    devices = [options.device] if options.device else devices
+    start = time.perf_counter()
+    # Ops that take the same path share a line.
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for device in devices:
         for op, call in _strictly(functools.partial(calls, device)).items():
             why = _strictly(functools.partial(check, op, call))
-            failures += why is not None
             role_and_path = explain(op, *call[0], **call[1]).splitlines()[1]
             path = role_and_path.split("  ")[-1].strip()
-            verdict = Text("agrees", "green") if why is None else Text(f"differs: {why}", "red")
-            table.add_row(op, device, verdict, Text(path))
-    console.print(table)
-    words = f"{failures} of {table.row_count} checks failed" if failures else "all checks passed"
+            verdict = "agrees" if why is None else f"differs: {why}"
+            lines.setdefault((device, verdict, path), []).append(op)
+    console.print()
+    console.print(_table(lines, len(devices) > 1))
+    checks = sum(map(len, lines.values()))
+    failures = sum(len(ops) for (_, verdict, _), ops in lines.items() if verdict != "agrees")
+    words = f"{failures} of {checks} checks failed" if failures else f"all {checks} checks passed"
     console.print(f"{words} in {time.perf_counter() - start:.1f} s")
     for sentence in advice():
         console.print(Text(f"advice: {sentence}", "yellow"), soft_wrap=True)
     return 1 if failures else 0
+
+
+def _table(lines: dict[tuple[str, str, str], list[str]], with_device: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("op", *(["device"] if with_device else []), "with native", "what runs"):
+        table.add_column(column, overflow="fold")
+    for (device, verdict, path), ops in lines.items():
+        style = "green" if verdict == "agrees" else "red"
+        table.add_row(
+            ", ".join(ops), *([device] if with_device else []), Text(verdict, style), Text(path)
+        )
+    return table
 
 
 def _strictly(function: Callable[[], Any]) -> Any:

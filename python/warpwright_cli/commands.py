@@ -133,7 +133,7 @@ def demo(options: SimpleNamespace) -> int:
     click.option("--models", type=FOLDER, help="Folder of --suite model."),
     JSON,
     click.option("--csv", type=FILE, help="Write the rows here."),
-    click.option("--html", type=FILE, help="Write the page here."),
+    click.option("--html", type=FILE, help="Write the page here, and its pictures next to it."),
 )  # fmt: skip
 def bench(options: SimpleNamespace) -> int:
     from warpwright.bench.run import main

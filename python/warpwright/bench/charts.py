@@ -13,7 +13,7 @@ try:
     import vl_convert
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "pages need vl-convert-python: pip install 'warpwright[bench]'", name=error.name
+        "pages need vl-convert-python: pip install 'warpwright[pages]'", name=error.name
     ) from error
 
 from markupsafe import Markup
@@ -21,7 +21,7 @@ from markupsafe import Markup
 from .plots import DARK, LIGHT, Theme
 
 WIDTHS = {"narrow": 420, "wide": 1180}  # pixels of the still pictures
-ZOOM = {
+ZOOM: dict[str, Any] = {
     "name": "zoom",
     "select": {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.shiftKey]"},
     "bind": "scales",

@@ -10,12 +10,14 @@ try:
     from jinja2 import ChoiceLoader, Environment, PackageLoader
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "--html needs jinja2: pip install 'warpwright[bench]'", name=error.name
+        "--html needs jinja2: pip install 'warpwright[pages]'", name=error.name
     ) from error
 
 from markupsafe import Markup
 
+from . import charts as live
 from . import plots
+from .live import of_record
 from .records import grouped, is_training_step, write
 from .screen import notes_of
 
@@ -23,7 +25,7 @@ Row = dict[str, Any]
 
 
 def environment() -> Environment:
-    return Environment(
+    found = Environment(
         loader=ChoiceLoader(
             [PackageLoader(f"warpwright.{name}", "templates") for name in ("bench", "profile")]
         ),
@@ -31,6 +33,8 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    found.filters["short"] = plots.short
+    return found
 
 
 def figure(draw: plots.Draw, alt: str, caption: str) -> dict[str, Any]:
@@ -83,37 +87,43 @@ def _shown(row: Row, ours: Row | None) -> dict[str, Any]:
     }
 
 
+def pictures(record: dict[str, Any]) -> dict[str, tuple[plots.Draw, str, str]]:
+    """{name: (draw, alternative text, caption)} of what the record has rows for."""
+    found: dict[str, tuple[plots.Draw, str, str]] = {}
+    if plots.relative_times(record):
+        found["bars"] = (
+            lambda s: plots.bars(record, s),
+            "Time of each implementation against native, by op",
+            "Time of every implementation as a share of eager PyTorch’s, geometric mean over the workloads "
+            "that it took part in. A click on a name in the legend shows it alone.",
+        )
+    if plots.roofline_points(record):
+        found["roofline"] = (
+            lambda s: plots.roofline(record, s),
+            "Roofline scatter of every measured row",
+            "Distance below the roof is what is left to gain. Ops that are all traffic are placed by a "
+            "nominal operation count. Point at a row for its numbers; drag to move, Shift and the wheel to zoom.",
+        )
+    if plots.ladder_steps(record):
+        found["ladder"] = (
+            lambda s: plots.ladder(record, s),
+            "Training steps from the slowest to the fastest implementation",
+            "Whole training steps: load, forward, loss, backward, optimizer.",
+        )
+    return found
+
+
 def bench_page(record: dict[str, Any]) -> str:
     groups = grouped(record)
     ops: dict[str, list[dict[str, Any]]] = {}
     for key, impls in groups.items():
         ours = impls.get("warpwright")
         ops.setdefault(key[0], []).extend(_shown(row, ours) for row in impls.values())
-    figures = []
-    if plots.relative_times(record):
-        figures.append(
-            figure(
-                lambda s: plots.bars(record, s),
-                "Time of each implementation against native, by op",
-                "Time of every implementation as a share of eager PyTorch’s, geometric mean over the workloads that it took part in.",
-            )
-        )
-    if plots.roofline_points(record):
-        figures.append(
-            figure(
-                lambda s: plots.roofline(record, s),
-                "Roofline scatter of every measured row",
-                "Distance below the roof is what is left to gain. Ops that are all traffic are placed by a nominal operation count.",
-            )
-        )
-    if plots.ladder_steps(record):
-        figures.append(
-            figure(
-                lambda s: plots.ladder(record, s),
-                "Training steps from the slowest to the fastest implementation",
-                "Whole training steps: load, forward, loss, backward, optimizer.",
-            )
-        )
+    moving = of_record(record)
+    figures = [
+        figure(*picture) | {"chart": name if name in moving else ""}
+        for name, picture in pictures(record).items()
+    ]
     shown = ("gpu", "driver", "torch", "cuda", "cudnn", "python", "warpwright", "threads")
     where = {k: record[k] for k in (*shown, "source_hash", "date") if record.get(k)}
     if record.get("peers"):
@@ -128,6 +138,8 @@ def bench_page(record: dict[str, Any]) -> str:
             workloads=len(groups),
             cards=cards(record),
             figures=figures,
+            charts=list(moving.values()),
+            library=live.library() if moving else "",
             ops=[{"name": name, "rows": rows} for name, rows in ops.items()],
             environment=where,
         )
@@ -135,4 +147,8 @@ def bench_page(record: dict[str, Any]) -> str:
 
 
 def write_bench_page(record: dict[str, Any], path: Path) -> None:
+    """The page, and each picture next to it as PNG: ``page_bars.png``, ``page_bars_dark.png``."""
     write(path, bench_page(record))
+    for name, (draw, _, _) in pictures(record).items():
+        plots.save_png(draw, path.with_name(f"{path.stem}_{name}.png"))
+        plots.save_png(draw, path.with_name(f"{path.stem}_{name}_dark.png"), plots.DARK)

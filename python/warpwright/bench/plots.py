@@ -21,7 +21,7 @@ try:
     import matplotlib
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "pictures need matplotlib: pip install 'warpwright[bench]'", name=error.name
+        "pictures need matplotlib: pip install 'warpwright[pages]'", name=error.name
     ) from error
 
 matplotlib.use("Agg")
@@ -115,6 +115,11 @@ def marker(impl: str) -> str:
     return LOOKS.get(BASE.get(impl, impl), ("", "", "o"))[2]
 
 
+def in_order(impls: set[str]) -> list[str]:
+    """Ours and native first, and variants last."""
+    return [i for i in LOOKS if i in impls] + sorted(impls - LOOKS.keys())
+
+
 @contextmanager
 def styled(style: Style) -> Iterator[None]:
     theme = style.theme
@@ -181,19 +186,42 @@ def roofline_points(record: dict[str, Any]) -> list[tuple[str, str, float, float
     ]
 
 
+def roofs(record: dict[str, Any]) -> tuple[tuple[str, float], tuple[str, float]]:
+    """(name, TB/s) and (name, TFLOP/s) of the two roofs.
+
+    On a CPU, whose caches are faster than its memory and whose clock follows the load, a row may reach
+    more than the measured rates. What one row reached, the machine can reach: the roof is raised.
+    """
+    copy, matmul = ("copy", record["copy_tbs"]), ("matmul", record["matmul_tflops"])
+    if record.get("device") != "cpu":
+        return copy, matmul
+    points = [(x, rate) for _, _, x, rate in roofline_points(record)]
+    most = max((rate for _, rate in points), default=0.0)
+    if most > matmul[1]:
+        matmul = ("most reached", most)
+    ridge = matmul[1] / copy[1]
+    fastest = max((rate / x for x, rate in points if x < ridge), default=0.0)
+    return (("most reached", fastest) if fastest > copy[1] else copy), matmul
+
+
+def short(ms: float) -> str:
+    """Three digits, and no exponent for seconds."""
+    return f"{ms:,.0f}" if ms >= 999.5 else f"{ms:.3g}"
+
+
 def roofline(record: dict[str, Any], style: Style, impls: Sequence[str] = ()) -> Figure:
     """Intensity and achieved rate of every row, below the two measured roofs."""
     points = [p for p in roofline_points(record) if not impls or p[1] in impls]
     theme = style.theme
     figure, axes = style.figure(4.6 if style.narrow else 5.4)
-    copy, matmul = record["copy_tbs"], record["matmul_tflops"]
+    (copy_name, copy), (matmul_name, matmul) = roofs(record)
     xs = [p[2] for p in points]
     low, high = min(xs) / 2, max([*xs, matmul / copy]) * 2
     ridge = matmul / copy
     axes.plot([low, ridge, high], [low * copy, matmul, matmul], color=theme.muted, lw=1.5)
     middle = math.sqrt(low * ridge)
     axes.annotate(
-        f"copy {copy:.3g} TB/s",
+        f"{copy_name} {copy:.3g} TB/s",
         (middle, middle * copy),
         (-6, 8),
         textcoords="offset points",
@@ -204,7 +232,7 @@ def roofline(record: dict[str, Any], style: Style, impls: Sequence[str] = ()) ->
     axes.text(
         high,
         matmul * 1.12,
-        f"matmul {matmul:.3g} TFLOP/s",
+        f"{matmul_name} {matmul:.3g} TFLOP/s",
         color=theme.muted,
         fontsize=8,
         ha="right",
@@ -259,8 +287,7 @@ def relative_times(record: dict[str, Any]) -> dict[tuple[str, str], dict[str, fl
 def bars(record: dict[str, Any], style: Style) -> Figure:
     """Per op and pass: the time of every implementation as a share of native's."""
     groups = relative_times(record)
-    measured = {i for v in groups.values() for i in v}
-    impls = [i for i in LOOKS if i in measured] + sorted(measured - LOOKS.keys())
+    impls = in_order({i for v in groups.values() for i in v})
     count = sum(len(v) for v in groups.values())
     figure, axes = style.figure(1.7 + 0.17 * count + 0.12 * len(groups))
     at, ticks, longest = 0.0, [], 0.0
@@ -347,7 +374,7 @@ def ladder(record: dict[str, Any], style: Style) -> Figure:
                 i, ms, 0.8, color=colour(impl, style.theme), hatch=HATCHES.get(impl), linewidth=0
             )
             speed = f" · {min(native.values()) / ms:.2f}×" if layout in native else ""
-            axes.text(ms, i, f" {ms:.3g} ms{speed}", va="center", fontsize=8)
+            axes.text(ms, i, f" {short(ms)} ms{speed}", va="center", fontsize=8)
         names = [i if layout == "rows" else f"{i} {layout}" for i, layout, _ in rows]
         _name_bars(axes, names)
         axes.set_xlim(0, slowest * (1.55 if style.narrow else 1.25))

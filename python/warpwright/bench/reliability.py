@@ -7,6 +7,7 @@ failed. `found` lists the faults that campaigns have found, with the test that k
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,11 @@ def _is_open(row: dict[str, Any], record: Record, records: list[Record]) -> bool
     return all(other["date"] <= row["date"] for other in later)
 
 
+def _machine(record: Record) -> str:
+    """Its name; a CPU's without the threads, which say nothing about faults."""
+    return re.sub(r", \d+ threads?$", "", record["gpu"])
+
+
 def summary(records: list[Record]) -> str:
     """README.md's line."""
     if not records:
@@ -81,7 +87,7 @@ def summary(records: list[Record]) -> str:
     )
     cases = sum(row["cases"] for row in rows)
     dates = sorted(row["date"] for row in rows) or [records[0]["date"]]
-    machines = ", ".join(dict.fromkeys(record["gpu"] for record in records))
+    machines = ", ".join(dict.fromkeys(_machine(record) for record in records))
     return (
         f"**{cases:,} trials** of the reliability campaign, {dates[-1]}: {_count(len(found), 'fault')} "
         f"found and fixed, {still_open} open ({machines}; [docs/reliability.md](docs/reliability.md))."
@@ -135,7 +141,7 @@ def page(records: dict[str, Record]) -> str:
         "kind (CPU or GPU) is without it.",
     ]
     for path, record in records.items():
-        lines += ["", f"## {record['gpu']}", "", f"`{path}`, torch {record['torch']}.", ""]
+        lines += ["", f"## {_machine(record)}", "", f"`{path}`, torch {record['torch']}.", ""]
         lines += [*_tried(record), *_failures(record, list(records.values()))]
         skipped = [row for row in record["rows"] if row["not_run"]]
         if skipped:

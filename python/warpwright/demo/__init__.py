@@ -17,6 +17,7 @@ from rich.progress import (
 )
 
 from .._precision import conv_allows_tf32, matmul_allows_tf32
+from ..bench.records import require_writable
 from . import data, op_times, report
 from .train import LIBRARIES, Training, native_step_ms, train_side_by_side
 
@@ -42,8 +43,8 @@ def run(arguments: SimpleNamespace) -> int:
                 f"--batch: expected at most {len(digits.train_images)}, the number of training "
                 f"images, got {batch}"
             )
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except (data.DataError, OSError) as error:
+        require_writable(arguments.out / "demo.json")
+    except (data.DataError, OSError, ValueError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     epochs = arguments.epochs or (FILE_EPOCHS if arguments.data else EMBEDDED_EPOCHS)
@@ -179,6 +180,7 @@ def finish(result: report.Result, arguments: SimpleNamespace, console: Console) 
     written = str(arguments.out / "demo.json")
     try:
         report.draw(result, arguments.out / "demo.png")
+        report.draw(result, arguments.out / "demo_dark.png", dark=True)
         written += f" and {arguments.out / 'demo.png'}"
     except ImportError:
         console.print("No picture: `pip install matplotlib` for one.")

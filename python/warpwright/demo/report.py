@@ -21,9 +21,12 @@ from .train import PHASES, Training
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which differ for every kind of colour vision.
-COLOURS = {"warpwright": "#0072B2", "native": "#E69F00"}
+# Okabe and Ito's colours, which differ for every kind of colour vision. Ours is lighter on a dark page.
+COLOURS = {"warpwright": ("#0072B2", "#56B4E9"), "native": ("#E69F00", "#E69F00")}
+BACKGROUNDS = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
+DARK = "#0d1117"  # GitHub's dark background
 MAX_MISREAD = 24
 MISREAD_COLUMNS = MAX_MISREAD // 2
 
@@ -181,11 +184,23 @@ def write_json(result: Result, path: Path) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def draw(result: Result, path: Path) -> None:
-    """Loss curves, time of each op, misread digits."""
+def draw(result: Result, path: Path, dark: bool = False) -> None:
+    """Loss curves, time of each op, misread digits; for a light or a dark page."""
     import matplotlib
 
     matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with plt.style.context("dark_background" if dark else "default"):
+        if dark:
+            settings: Any = dict.fromkeys(BACKGROUNDS, DARK)
+            plt.rcParams.update(settings)
+        figure = _figure(result, dark)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def _figure(result: Result, dark: bool) -> Figure:
     from matplotlib import pyplot as plt
 
     wrong = _misread(result)
@@ -194,9 +209,9 @@ def draw(result: Result, path: Path) -> None:
     panels: Any = figure.subfigures(2, 1, height_ratios=[4.6, 1.8 * rows])
     top, bottom = panels
     curves, bars = top.subplots(1, 2, width_ratios=[1.15, 1])
-    _draw_curves(curves, result)
-    _draw_op_times(bars, result)
-    _draw_misread(bottom, result, wrong, rows)
+    _draw_curves(curves, result, dark)
+    _draw_op_times(bars, result, dark)
+    _draw_misread(bottom, result, wrong, rows, dark)
     env = result.environment
     versions = f"warpwright {env['warpwright']}, torch {env['torch']}"
     if "cuda" in env:
@@ -209,20 +224,24 @@ def draw(result: Result, path: Path) -> None:
         f"{config['precision']}{layout}",
         fontsize=12,
     )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    return figure
 
 
-def _draw_curves(axes: Axes, result: Result) -> None:
+def _draw_curves(axes: Axes, result: Result, dark: bool) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     ours, native = result.trainings
     steps = range(1, len(native.losses) + 1)
     # Ours is a thin line over native's broad one, so that both show where they agree.
     axes.plot(
-        steps, native.losses, color=COLOURS["native"], lw=4.5, alpha=0.75, label="native torch"
+        steps,
+        native.losses,
+        color=COLOURS["native"][dark],
+        lw=4.5,
+        alpha=0.75,
+        label="native torch",
     )
-    axes.plot(steps, ours.losses, color=COLOURS["warpwright"], lw=1.2, label="warpwright")
+    axes.plot(steps, ours.losses, color=COLOURS["warpwright"][dark], lw=1.2, label="warpwright")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -240,7 +259,7 @@ def _draw_curves(axes: Axes, result: Result) -> None:
     )
 
 
-def _draw_op_times(axes: Axes, result: Result) -> None:
+def _draw_op_times(axes: Axes, result: Result, dark: bool) -> None:
     ops = [*result.op_times["warpwright"]]
     height = 0.38
     longest = 0.0
@@ -250,7 +269,7 @@ def _draw_op_times(axes: Axes, result: Result) -> None:
         forward = [rows[op]["forward"] for op in ops]
         backward = [rows[op]["backward"] for op in ops]
         name = "native torch" if library == "native" else library
-        colour = COLOURS[library]
+        colour = COLOURS[library][dark]
         axes.barh(y, forward, height, color=colour, label=f"{name}, forward")
         axes.barh(
             y,
@@ -260,7 +279,7 @@ def _draw_op_times(axes: Axes, result: Result) -> None:
             color=colour,
             alpha=0.45,
             hatch="///",
-            edgecolor="white",
+            edgecolor=DARK if dark else "white",
             linewidth=0,
             label=f"{name}, backward",
         )
@@ -274,7 +293,7 @@ def _draw_op_times(axes: Axes, result: Result) -> None:
     axes.set_xlabel(f"{where} time, ms a step")
     step = {t.library: t.phase_ms()["step"] for t in result.trainings}
     axes.set_title(
-        f"Each op inside of the step; whole step {step['warpwright']:.3g} ms, native {step['native']:.3g} ms"
+        f"Each op inside of the step ({step['warpwright']:.3g} ms, native {step['native']:.3g})"
     )
     axes.legend(loc="lower right", fontsize=8)
     axes.grid(axis="x", alpha=0.25)
@@ -287,7 +306,7 @@ def _misread(result: Result) -> list[int]:
     return [int(i) for i in wrong.nonzero().flatten()]
 
 
-def _draw_misread(panel: Any, result: Result, wrong: list[int], rows: int) -> None:
+def _draw_misread(panel: Any, result: Result, wrong: list[int], rows: int, dark: bool) -> None:
     ours, native = result.trainings
     labels, images = result.digits.test_labels, result.digits.test_images
     assert ours.predictions is not None
@@ -300,7 +319,7 @@ def _draw_misread(panel: Any, result: Result, wrong: list[int], rows: int) -> No
     for axes in grid.flat:
         axes.axis("off")
     for axes, i in zip(grid.flat, wrong[:MAX_MISREAD], strict=False):
-        axes.imshow(images[i, 0], cmap="gray_r")
+        axes.imshow(images[i, 0], cmap="gray" if dark else "gray_r")
         text = f"is {labels[i]}, read {ours.predictions[i]}"
         if native.predictions[i] != ours.predictions[i]:
             text += f"\nnative: {native.predictions[i]}"

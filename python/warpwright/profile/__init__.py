@@ -48,7 +48,7 @@ def profile(
         runs: any of ``native``, ``swapped``, ``fused``, ``compiled``; the default leaves
             ``compiled`` out on the CPU.
         out: a folder for the page (report.html), pictures, CSV, JSON and Chrome traces. Needs
-            ``warpwright[bench]``.
+            ``warpwright[pages]``.
         steps: number of traced steps.
         seconds: approximate measuring time per run.
         title: of the page.
@@ -92,6 +92,8 @@ def profile(
             where,
             *running.check_modules(workload, "fused" in names),
         )
+        if report.ours is not None:
+            report.layouts = running.time_layouts(workload, report.ours["name"], seconds)
     if folder is not None:
         page.write_all(report, folder)
     return report

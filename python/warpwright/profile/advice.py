@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 SLOWER = 1.05  # of native's time: modules beyond are named
 WORTH = 0.005  # of the step, for all of them together
+FASTER = 0.02  # of the step: a smaller saving is not advised
+WITHOUT_FUSING = "warpwright.swap(model)"
+ADDITIONS = ("add", "add_")  # of a block, which batch norm's chain runs
 MOST = 12  # names in one line of code
+TO_CHANNELS_LAST = (
+    "model.to(memory_format=torch.channels_last)\n"
+    "images = images.to(memory_format=torch.channels_last)"
+)
 
 
 @dataclass(frozen=True)
@@ -25,26 +32,60 @@ class Advice:
 
 def advice(report: ProfileReport) -> list[Advice]:
     """The suggestions, the largest saving first."""
-    found = [*_native_layers(report), *_fusion(report), *_launches(report), *_layout(report)]
+    fusion = _fusion(report)
+    ours = report.ours
+    if any(found.code == WITHOUT_FUSING for found in fusion):
+        ours = report.run("swapped")  # the other suggestions are for the run that this one leads to
+    found = [*_native_layers(report, ours), *fusion, *_launches(report), *_layout(report)]
     return sorted(found, key=lambda a: a.ms if a.ms is not None else 0.0)
 
 
-def losses(report: ProfileReport) -> dict[str, float]:
-    """{module: how many ms it is slower than native}, of the swapped modules that lost."""
-    ours = report.ours
+def losses(report: ProfileReport, ours: Row | None) -> dict[str, float]:
+    """{module: how many ms it is slower than native}, of the swapped modules that lost in a run of ours.
+
+    A module that runs a chain of layers is compared with all layers of the chain.
+    """
     if ours is None or report.run("native") is None:
         return {}
-    times: dict[str, tuple[float, float]] = {}
-    for row in report.modules:
-        if row.get("swap") == "swapped" and row["native"]["ms"] and row[ours["name"]]["ms"]:
-            native, mine = times.get(row["module"], (0.0, 0.0))
-            times[row["module"]] = native + row["native"]["ms"], mine + row[ours["name"]]["ms"]
-    found = {name: b - a for name, (a, b) in times.items() if b > SLOWER * a}
+    chains = _chains(report) if ours["name"] == "fused" else {}
+    found = {}
+    for name in dict.fromkeys(r["module"] for r in report.modules if r.get("swap") == "swapped"):
+        rows = [row for row in report.modules if row["module"] == name]
+        native, mine = (
+            sum(row[run]["ms"] or 0.0 for row in rows) for run in ("native", ours["name"])
+        )
+        if not native or not mine:
+            continue
+        for row in report.modules:
+            if (row["module"], row["op"]) in chains.get(name, ()):
+                native += row["native"]["ms"] or 0.0
+                mine += row[ours["name"]]["ms"] or 0.0
+        if mine > SLOWER * native:
+            found[name] = mine - native
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _native_layers(report: ProfileReport) -> list[Advice]:
-    slower, ours, native = losses(report), report.ours, report.run("native")
+def _chains(report: ProfileReport) -> dict[str, set[tuple[str, str]]]:
+    """{the module that runs a chain: (module, op) of the other rows that the chain replaces}."""
+    keepers = {entry["name"] for entry in report.swap["entries"] if entry["fused"]}
+    found: dict[str, set[tuple[str, str]]] = {}
+    for fusion in report.swap["fusions"]:
+        if fusion["reason"]:
+            continue
+        block, steps = fusion["block"], fusion["chain"].split(" → ")
+        names = [f"{block}.{step}" if block else step for step in steps]
+        for keeper in keepers.intersection(names):
+            found[keeper] = {
+                (row["module"], row["op"])
+                for row in report.modules
+                if (row["module"] in names and row["module"] != keeper)
+                or (row["module"] == block and row["op"] in ADDITIONS and "add" in steps)
+            }
+    return found
+
+
+def _native_layers(report: ProfileReport, ours: Row | None) -> list[Advice]:
+    slower, native = losses(report, ours), report.run("native")
     if ours is None or native is None or not (ours["steady"] and native["steady"]):
         return []
     if sum(slower.values()) < WORTH * ours["ms"]:
@@ -74,13 +115,13 @@ def _fusion(report: ProfileReport) -> list[Advice]:
     if not (fused["steady"] and swapped["steady"]):
         return []
     change = fused["ms"] - swapped["ms"]
-    if abs(change) < 0.02 * swapped["ms"]:
+    if abs(change) < FASTER * swapped["ms"]:
         return []
     if change < 0:
         return [
             Advice("Run chains of layers as one op.", "warpwright.swap(model, fuse=True)", change)
         ]
-    return [Advice("Here the step is faster without fusing.", "warpwright.swap(model)", -change)]
+    return [Advice("Here the step is faster without fusing.", WITHOUT_FUSING, -change)]
 
 
 def _launches(report: ProfileReport) -> list[Advice]:
@@ -97,7 +138,12 @@ def _launches(report: ProfileReport) -> list[Advice]:
 
 
 def _layout(report: ProfileReport) -> list[Advice]:
+    """What channels_last saves if it was measured, else what swap advises."""
+    if report.layouts is None:
+        return [Advice(sentence, TO_CHANNELS_LAST) for sentence in report.swap["advice"]]
+    before, after = report.layouts
+    if after > (1 - FASTER) * before:
+        return []
     return [
-        Advice(sentence, "model.to(memory_format=torch.channels_last)")
-        for sentence in report.swap["advice"]
+        Advice("Bring the model and its images to channels_last.", TO_CHANNELS_LAST, after - before)
     ]

@@ -167,6 +167,9 @@ def main(options: SimpleNamespace) -> int:
         console.print(Text(str(error), style="red"), soft_wrap=True)
         return 2
     print(report)
+    for found in report.advice:
+        saved = "" if found.ms is None else f" ({found.ms:+.3g} ms a step)"
+        print(f"  advice: {found.why}{saved}\n    " + found.code.replace("\n", "\n    "))
     print(f"  {options.out / 'report.html'}")
     if options.fail_below is not None and (
         report.speedup is None or report.speedup < options.fail_below

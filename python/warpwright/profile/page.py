@@ -12,7 +12,7 @@ from ..bench import plots
 from ..bench.page import environment as templates
 from ..bench.page import figure
 from ..bench.records import as_cells, write
-from ..swap.report import NOTHING
+from ..swap.report import NOTHING, PART
 from . import charts
 from .advice import advice
 from .summary import ProfileReport, describe_bound
@@ -81,7 +81,7 @@ def waterfall(report: ProfileReport, style: plots.Style) -> Figure:
     down, up = ("#009E73", "#D55E00") if theme is plots.LIGHT else ("#00B386", "#FF7F2A")
     names = ["native step"]
     axes.barh(0, start, 0.75, color=plots.colour("native", theme))
-    axes.text(start, 0, f" {start:.3g} ms", va="center", fontsize=8)
+    axes.text(start, 0, f" {plots.short(start)} ms", va="center", fontsize=8)
     at, reach = start, start
     for i, (name, change) in enumerate(changes, start=1):
         axes.barh(i, change, 0.75, left=at, color=down if change < 0 else up)
@@ -93,7 +93,7 @@ def waterfall(report: ProfileReport, style: plots.Style) -> Figure:
         names.append(name)
     last = len(changes) + 1
     axes.barh(last, end, 0.75, color=plots.colour("warpwright", theme))
-    axes.text(end, last, f" {end:.3g} ms", va="center", fontsize=8)
+    axes.text(end, last, f" {plots.short(end)} ms", va="center", fontsize=8)
     names.append(f"{ours['name']} step")
     axes.set_yticks(range(last + 1), names, fontsize=8)
     axes.tick_params(axis="y", length=0)
@@ -124,7 +124,7 @@ def op_bars(report: ProfileReport, style: plots.Style) -> Figure:
             label=name,
         )
         for at, value in zip(y, values, strict=True):
-            axes.text(value, at, f" {value:.3g}", va="center", fontsize=7)
+            axes.text(value, at, f" {plots.short(value)}", va="center", fontsize=7)
     axes.set_yticks(range(len(ops)), [row["op"] for row in ops], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
@@ -267,7 +267,7 @@ def render(report: ProfileReport) -> str:
         figures.append(figure(*picture) | {"chart": name if name in moving else ""})
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in report.swap["entries"]:
-        if not entry["swapped"] and entry["reason"] != NOTHING:
+        if not entry["swapped"] and entry["reason"] != NOTHING and PART not in entry["reason"]:
             reasons.setdefault((entry["type"], entry["reason"]), []).append(
                 entry["name"] or "(model)"
             )

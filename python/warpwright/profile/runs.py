@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..bench.guards import quiet_profiler
 from ..bench.measure import Timing, interleaved
@@ -148,6 +148,10 @@ class Run:
     output: Tensor | None = None  # of the first step
 
 
+# Lends the workload in a memory format.
+Layout = Callable[[Workload], contextlib.AbstractContextManager[Workload]]
+
+
 def default_runs(device: str) -> tuple[str, ...]:
     names = ["native", "swapped", "fused"]
     if device == "cuda":
@@ -221,6 +225,63 @@ def time_runs(workload: Workload, names: tuple[str, ...], seconds: float) -> dic
         if runs[name].error is None:
             runs[name].timing = _merged(timings)
     return runs
+
+
+def time_layouts(workload: Workload, name: str, seconds: float) -> tuple[float, float] | None:
+    """(ms per step as it is, ms in channels_last) of a run; the two take turns.
+
+    None: the model has no images or convolutions that channels_last changes, the model cannot run in
+    it, or a step of the user's own makes the images.
+    """
+    if workload.step is not None or ranks.count() > 1 or not _changes_with_layout(workload):
+        return None
+    layouts: tuple[Layout, ...] = (contextlib.nullcontext, _channels_last)
+    samples: tuple[list[Timing], ...] = ([], [])
+    try:
+        for _ in range(2):
+            for timings, layout in zip(samples, layouts, strict=True):
+                with (
+                    workload.unchanged(),
+                    layout(workload) as found,
+                    prepared(found, name) as model,
+                ):
+                    step = _callable(found, model, name)
+                    step()
+                    timings.append(_timed(step, workload.device, seconds / 4))
+    except Exception:  # such as a view() of an image, which channels_last does not allow
+        return None
+    before, after = map(_merged, samples)
+    return (before.ms, after.ms) if before.steady and after.steady else None
+
+
+def _changes_with_layout(workload: Workload) -> bool:
+    images = (t for t in tree_leaves(workload.inputs) if isinstance(t, Tensor) and t.dim() == 4)
+    convolutions = (m.weight for m in workload.model.modules() if isinstance(m, nn.Conv2d))
+    return any(map(torch.is_floating_point, images)) and any(map(_is_nchw, convolutions))
+
+
+def _is_nchw(value: Any) -> bool:
+    """Whether it is a tensor of images or windows that channels_last stores in another order."""
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return False
+    return not value.is_contiguous(memory_format=torch.channels_last)
+
+
+@contextlib.contextmanager
+def _channels_last(workload: Workload) -> Iterator[Workload]:
+    """The workload with images and weights in channels_last. Afterwards the weights are the same tensors."""
+
+    def changed(value: Any) -> Any:
+        return value.to(memory_format=torch.channels_last) if _is_nchw(value) else value
+
+    before = [(p, p.data) for p in workload.model.parameters() if _is_nchw(p)]
+    try:
+        for parameter, data in before:
+            parameter.data = changed(data)
+        yield replace(workload, inputs=tree_map(changed, workload.inputs), compiled=None)
+    finally:
+        for parameter, data in before:
+            parameter.data = data
 
 
 def _timed(step: Callable[[], Any], device: str, seconds: float) -> Timing:

@@ -40,6 +40,8 @@ class ProfileReport:
     notes: list[str] = field(default_factory=list)
     # Of several ranks: bars of communication and compute, run by run, on rank 0's time axis.
     timeline: list[Row] = field(default_factory=list)
+    # Our step in ms as the model is, and with model and images in channels_last; None: not measured.
+    layouts: tuple[float, float] | None = None
     files: list[str] = field(default_factory=list)
 
     def run(self, name: str) -> Row | None:
@@ -73,6 +75,7 @@ class ProfileReport:
             "memory": self.memory,
             "notes": self.notes,
             "timeline": self.timeline,
+            "layouts": None if self.layouts is None else list(self.layouts),
         }
 
     def to_json(self) -> str:

@@ -26,7 +26,7 @@ from .fuse import Fusion, Graphs
 from .fuse import plan as plan_fusions
 from .patterns import KINDS
 from .registry import UNKNOWN, find
-from .report import IS_OURS, NO_LAYER, NOTHING, REPLACED, SwapEntry
+from .report import IS_OURS, NO_LAYER, NO_LAYER_BUT_CALLS, NOTHING, PART, REPLACED, SwapEntry
 from .residual import plan_blocks
 from .rewrites import plan_rewrites
 from .selection import Exclude, Filter, WhyLeft, selection
@@ -35,6 +35,7 @@ DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
+WITHOUT_LAYER = (NO_LAYER, NO_LAYER_BUT_CALLS, NOTHING)
 
 # What swap() intends: module -> the class that it gets.
 Chosen = dict[nn.Module, type[nn.Module]]
@@ -87,7 +88,7 @@ def plan_swap(
         # What it computes itself: it reads the weights, or knows the activation.
         own = ["out_proj"] if isinstance(module, nn.MultiheadAttention) else []
         for part in (*own, *getattr(chosen.get(module), "_parts", ())):
-            parts[getattr(module, part)] = f"runs as a part of {type(module).__name__}"
+            parts[getattr(module, part)] = f"{PART}{type(module).__name__}"
         entries[module] = SwapEntry(name, type_name(module), op, reason is None, reason or "")
     plans = [library.plan(model, wanted, why_left, chosen) for library in libraries]
     for plan in plans:
@@ -105,9 +106,9 @@ def plan_swap(
             return "not a layer"
         if "forward" in vars(module):
             return REPLACED
-        if entry.reason not in (IS_OURS, NO_LAYER, NOTHING):
+        if entry.reason not in (IS_OURS, *WITHOUT_LAYER):
             return entry.reason or None
-        if entry.reason in (NO_LAYER, NOTHING) and type(module) not in KINDS:
+        if entry.reason in WITHOUT_LAYER and type(module) not in KINDS:
             return entry.reason
         if entry.op is not None and entry.op not in wanted:
             return f"{entry.op} is not in ops"
@@ -117,8 +118,8 @@ def plan_swap(
     whole = {m for m in entries if (m in chosen or type(m) in NATIVE_LAYERS) and [*m.children()]}
     found = plan_fusions(model, why_not_fused, wanted, whole)
     for module, into in found.absorbed.items():
-        if entries[module].reason in (NO_LAYER, NOTHING):
-            entries[module] = replace(entries[module], reason=f"runs as a part of {into}")
+        if entries[module].reason in WITHOUT_LAYER:
+            entries[module] = replace(entries[module], reason=f"{PART}{into}")
     for module, kind in found.classes.items():
         chosen[module] = kind
         if kind in NATIVE_LAYERS:
@@ -164,7 +165,9 @@ def _why_not(
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript module, its class is compiled in"
     if op is None:
-        return NOTHING if _computes_nothing(module) else NO_LAYER
+        if _computes_nothing(module):
+            return NOTHING
+        return NO_LAYER if type(module).__module__.startswith("torch.") else NO_LAYER_BUT_CALLS
     if type(module) in NATIVE_LAYERS:
         return IS_OURS
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
@@ -172,9 +175,9 @@ def _why_not(
     if nn.utils.parametrize.is_parametrized(module):
         return "parametrized, which makes it a subclass: swap before parametrizing"
     if type(module) not in MODULES:
-        return f"a subclass of {_native_base(module)}, which may compute something else"
+        return _why_no_subclass(module)
     if "forward" in vars(module) and PARALLEL not in vars(module):
-        return REPLACED
+        return f"{REPLACED}: swap before it is replaced"
     if op not in wanted:
         return f"{op} is not in ops"
     if getattr(module, "sparse", False):  # of nn.Embedding
@@ -196,6 +199,15 @@ def _computes_nothing(module: nn.Module) -> bool:
     if type(module) in DROPOUTS:
         return not module.training or float(vars(module)["p"]) == 0
     return type(module) in (nn.Identity, nn.Flatten, nn.Unflatten)
+
+
+def _why_no_subclass(module: nn.Module) -> str:
+    what = f"a subclass of {_native_base(module)}"
+    if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
+        return f"{what} that fully_shard made: swap before fully_shard"
+    if type(module).__module__.startswith("torch."):
+        return f"{what}, which may compute something else"
+    return f"{what}, which may compute something else; see warpwright.register_layer"
 
 
 def _native_base(module: nn.Module) -> str:

@@ -17,10 +17,14 @@ if TYPE_CHECKING:  # imported when a report is printed
 
 IS_OURS = "already warpwright's"
 NO_LAYER = "warpwright has no such layer"
+# Of a class that is not torch's, whose code may call functions that warpwright has.
+NO_LAYER_BUT_CALLS = f"{NO_LAYER}, but patch() routes the functions that it calls"
 NOTHING = "computes nothing"  # Identity, Dropout in evaluation, Flatten
+PART = "runs as a part of "  # with the name of the module that computes it
 REPLACED = "its forward is replaced on the instance"
 FILTERED = "filter_fn said no"
 LEFT = "left"
+IN_PART = "part"
 
 
 class SwapCheckError(AssertionError):
@@ -67,7 +71,12 @@ class SwapReport:
     @property
     def left(self) -> list[SwapEntry]:
         """What runs natively and computes something."""
-        return [e for e in self.entries if not e.swapped and e.reason != NOTHING]
+        return [e for e in self.entries if not e.swapped and not _is_apart(e.reason)]
+
+    @property
+    def parts(self) -> list[SwapEntry]:
+        """Layers that another swapped module computes with its own, as batch norm its activation."""
+        return [e for e in self.entries if e.reason.startswith(PART)]
 
     @property
     def computes_nothing(self) -> list[SwapEntry]:
@@ -78,6 +87,7 @@ class SwapReport:
         return {
             "swapped": len(self.swapped),
             "left": len(self.left),
+            "parts": len(self.parts),
             "computes_nothing": len(self.computes_nothing),
             "entries": [asdict(e) for e in self.entries],
             "fusions": [asdict(f) for f in self.fusions],
@@ -92,16 +102,20 @@ class SwapReport:
     def _tables(self) -> Iterator[tuple[str, str, list[Line]]]:
         """A sentence, the first column's title and the lines, for modules and for chains."""
         swapped = f"would be {self.DONE}" if self.dry_run else self.DONE
-        computing, idle = [e for e in self.entries if e.reason != NOTHING], self.computes_nothing
+        computing = [e for e in self.entries if not _is_apart(e.reason)]
+        parts, idle = self.parts, self.computes_nothing
+        more = f"; {len(parts)} more run as a part of another" if parts else ""
+        more += f"; {len(idle)} more compute nothing" if idle else ""
         yield (
             f"{f'would {self.VERB}' if self.dry_run else self.DONE} {len(self.swapped)} of {len(computing)} modules"
-            + (f"; {len(idle)} more compute nothing" if idle else ""),
+            + more,
             "module",
             [
                 *_grouped(
                     (e.type, e.name, swapped if e.swapped else LEFT, e.note or e.reason)
                     for e in computing
                 ),
+                *_grouped((e.type, e.name, IN_PART, e.reason) for e in parts),
                 *_grouped((e.type, e.name, NOTHING, "") for e in idle),
             ],
         )
@@ -155,6 +169,11 @@ class SwapReport:
         return plain_text(self, width=120)
 
 
+def _is_apart(reason: str) -> bool:
+    """Whether the report lists the module neither as swapped nor as left."""
+    return reason == NOTHING or reason.startswith(PART)
+
+
 Line = tuple[str, str, str, str]
 
 
@@ -181,7 +200,7 @@ def _table(title: str, lines: list[Line]) -> Table:
     table.add_column("result", no_wrap=True)
     table.add_column("why / where", overflow="fold")  # long names are whole
     for what, count, result, why in lines:
-        style = {LEFT: "yellow", NOTHING: "dim"}.get(result, "green")
+        style = {LEFT: "yellow", IN_PART: "dim", NOTHING: "dim"}.get(result, "green")
         table.add_row(Text(what), count, Text(result, style=style), Text(why))
     return table
 
