@@ -7,6 +7,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Size.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <utility>
@@ -58,7 +59,8 @@ Kind kind_of(const c10::Type& type) {
   }
 }
 
-// ---- Python objects of exactly one class; false: another class, or beyond int64 ----
+// ---- Python objects of exactly one class (a list may be a tuple or torch.Size); false: another
+// class, or beyond int64 ----
 
 bool read(PyObject* value, int64_t& result) {
   if (!PyLong_CheckExact(value)) return false;
@@ -74,7 +76,8 @@ bool read(PyObject* value, bool& result) {
 
 template <class T>
 bool push_list(PyObject* value, Stack& stack) {
-  if (!PyTuple_CheckExact(value) && !PyList_CheckExact(value)) return false;
+  if (!PyTuple_CheckExact(value) && !PyList_CheckExact(value) && !THPSize_Check(value))
+    return false;
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
   c10::List<T> list;
   list.reserve(static_cast<size_t>(size));

@@ -53,7 +53,7 @@ REASONS = {
         "if (threadIdx.x == 0) p.flags[channel]",
     ): "all threads write the same byte",
     (
-        "ops/layer_norm/cpu/layer_norm.cpp",
+        "ops/layer_norm/cpu/layer_norm_loops_cpu.cpp",
         "rows_ = 0;",
     ): "a block's sums become double one row earlier",
     (

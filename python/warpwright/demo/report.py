@@ -134,7 +134,7 @@ def op_table(result: Result) -> Table:
     little, above all on a CPU. If the ops alone took longer than the step, the row is left out.
     """
     shown = Table(
-        title="Each op inside of the step, by the profiler, ms a step (forward + backward)",
+        title="Each op inside of the step, by the profiler, ms per step (forward + backward)",
         title_justify="left",
     )
     shown.add_column("")
@@ -290,7 +290,7 @@ def _draw_op_times(axes: Axes, result: Result, dark: bool) -> None:
     axes.set_yticks(range(len(ops)), ops)
     axes.invert_yaxis()
     where = "GPU" if "cuda" in result.environment else "CPU"
-    axes.set_xlabel(f"{where} time, ms a step")
+    axes.set_xlabel(f"{where} time, ms per step")
     step = {t.library: t.phase_ms()["step"] for t in result.trainings}
     axes.set_title(
         f"Each op inside of the step ({step['warpwright']:.3g} ms, native {step['native']:.3g})"

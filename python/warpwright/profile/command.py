@@ -168,7 +168,7 @@ def main(options: SimpleNamespace) -> int:
         return 2
     print(report)
     for found in report.advice:
-        saved = "" if found.ms is None else f" ({found.ms:+.3g} ms a step)"
+        saved = "" if found.ms is None else f" ({found.ms:+.3g} ms per step)"
         print(f"  advice: {found.why}{saved}\n    " + found.code.replace("\n", "\n    "))
     print(f"  {options.out / 'report.html'}")
     if options.fail_below is not None and (

@@ -117,7 +117,7 @@ def compare(
         console.print(Text(line, style="yellow"))
     for row in steps(before, after):
         shown = [f"{row[k]:.3f}" if row[k] is not None else "-" for k in ("before", "after")]
-        console.print(f"{row['run']}: {shown[0]} ms a step before, {shown[1]} after")
+        console.print(f"{row['run']}: {shown[0]} ms per step before, {shown[1]} after")
     rows = changes(before, after, above)
     if not rows:
         console.print(f"[red]no module of at least {above} ms is in a record[/]")

@@ -99,7 +99,7 @@ def waterfall(report: ProfileReport, style: plots.Style) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, reach * (1.3 if style.narrow else 1.12))
-    axes.set_xlabel("ms a step")
+    axes.set_xlabel("ms per step")
     axes.set_title(f"From native to {ours['name']}: what each op saves or costs", loc="left")
     if style.narrow:
         axes.set_title("What each op saves or costs", loc="left")
@@ -130,7 +130,7 @@ def op_bars(report: ProfileReport, style: plots.Style) -> Figure:
     axes.invert_yaxis()
     axes.margins(x=0.14)
     where = "GPU" if report.environment["device"] == "cuda" else "CPU"
-    axes.set_xlabel(f"{where} time, ms a step (forward and backward)")
+    axes.set_xlabel(f"{where} time, ms per step (forward and backward)")
     axes.set_title("Time of each op", loc="left")
     axes.legend(loc="lower right", fontsize=8)
     plots._footer(figure_, report.environment, style)

@@ -87,7 +87,7 @@ class ProfileReport:
             if run["error"]:
                 lines.append(f"  {run['name']}: failed: {run['error']}")
             else:
-                line = f"  {run['name']}: {run['ms']:.3f} ms a step"
+                line = f"  {run['name']}: {run['ms']:.3f} ms per step"
                 if "communication_ms" in run:
                     line += f", {run['communication_ms']:.3f} of communication"
                     line += f" ({run['hidden_ms']:.3f} beside compute)"
