@@ -199,15 +199,15 @@ def test_shortcut(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("channels", [24, 64, 128])
+@pytest.mark.parametrize("channels", [24, 64])
 def test_statistics(dtype, channels):
     """A batch norm's statistics, taken while the outputs are stored."""
-    x = torch.randn(150, 64, 28, 28, device="cuda").to(dtype).to(memory_format=CHANNELS_LAST)
+    x = torch.randn(40, 64, 112, 112, device="cuda").to(dtype).to(memory_format=CHANNELS_LAST)
     weight = (
         torch.randn(channels, 64, 3, 3, device="cuda").to(dtype).to(memory_format=CHANNELS_LAST)
     )
     bias = 3 * torch.randn(channels, device="cuda").to(dtype)
-    assert WALKS in kernels((150, 64, 28, 28, channels, 1), dtype)["forward"]
+    assert WALKS in kernels((40, 64, 112, 112, channels, 1), dtype)["forward"]
     mean, var = (torch.zeros(channels, device="cuda") for _ in range(2))
     y = F.conv2d_batch_norm(
         x, weight, bias, 1, 1, running_mean=mean, running_var=var, momentum=1.0, training=True
