@@ -156,18 +156,20 @@ struct MomentsEpilogue : EpilogueSm90<T> {
       to[1] = {first.y, 0, 0};
     }
     ShiftedSums few[2] = {{to[0].shift}, {to[1].shift}};
-    auto add = [&](int row) {
-      const float2 pair = pair_at(row);
-      few[0].add(pair.x);
-      few[1].add(pair.y);
-    };
     if (rows == 0xFFFF) {
 #pragma unroll
-      for (int row = 0; row < 16; ++row) add(row);
-    } else {
-#pragma unroll 1
-      for (uint32_t left = rows; left != 0; left &= left - 1) {
-        add(__ffs(static_cast<int>(left)) - 1);
+      for (int row = 0; row < 16; ++row) {
+        const float2 pair = pair_at(row);
+        few[0].add(pair.x);
+        few[1].add(pair.y);
+      }
+    } else {  // what does not count is at distance zero
+#pragma unroll
+      for (int row = 0; row < 16; ++row) {
+        const float2 pair = pair_at(row);
+        const bool counts = rows >> row & 1;
+        few[0].add(counts ? pair.x : few[0].shift);
+        few[1].add(counts ? pair.y : few[1].shift);
       }
     }
     to[0].add(few[0]);

@@ -46,7 +46,7 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
         if tracks and self.momentum is None and self.num_batches_tracked is not None:
             return self._forward_cumulative(function, *tensors, **options)
         momentum = 0.0 if self.momentum is None else self.momentum
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if left_out is not None:
             bias = torch.add(bias, left_out, alpha=0)  # its gradient is zero, not None
         output = function(

@@ -30,11 +30,11 @@ from .patterns import (
     METHODS,
     ONLY_FUSED,
     OPERANDS,
-    OPTIONS,
     PATTERNS,
     Pattern,
 )
-from .trace import IN_PLACE, REST, STAND_IN, NotTraceable, is_plain
+from .steps import Step, is_dilated, is_in_place, label
+from .trace import REST, STAND_IN, NotTraceable, is_plain
 
 LONGEST = max(len(pattern.ops) for pattern in PATTERNS)
 
@@ -60,35 +60,6 @@ class Plan:
     absorbed: dict[nn.Module, str] = field(default_factory=dict)  # layers into which fused module
     graphs: Graphs = field(default_factory=dict)
     blocks: dict[nn.Module, list[Block]] = field(default_factory=dict)  # all that was traced
-
-
-@dataclass
-class _Step:
-    """A node of the graph that is an op of a chain."""
-
-    node: fx.Node
-    op: str
-    options: dict[str, Any]
-    layer: nn.Module | None = None
-    kinds: tuple[type[nn.Module], ...] = ()  # what the layer may be: native and ours
-    constants: frozenset[str] = frozenset()  # options that are no attributes of the layer
-    residual: fx.Node | None = None
-    why_not: str = ""  # the reason that it can't be part of a chain
-
-    @property
-    def in_place(self) -> bool:
-        return _is_in_place(self.node)
-
-    @property
-    def held(self) -> dict[str, Any]:
-        """Options that are attributes of the layer."""
-        return {name: value for name, value in self.options.items() if name not in self.constants}
-
-    @property
-    def passed(self) -> list[str]:
-        """Options that the fused op takes too."""
-        known = set(OPTIONS.get(self.op, ())) - {"return_indices"}
-        return [name for name in self.options if name in known]
 
 
 WhyNot = Callable[[nn.Module], "str | None"]
@@ -194,11 +165,11 @@ class Block:
             elif isinstance(self.module, nn.Sequential) and self._convolution(ALONE, [head]):
                 self._fuse_chain(ALONE, [head])
             if reason or pattern is not None:
-                chain = " → ".join(_label(s.node) if s.layer else s.op for s in steps)
+                chain = " → ".join(label(s.node) if s.layer else s.op for s in steps)
                 into = pattern.module if pattern is not None and not reason else ""
                 self.fusions.append(Fusion(self.name, chain, into, reason))
 
-    def _fuse_chain(self, pattern: Pattern, steps: list[_Step]) -> str:
+    def _fuse_chain(self, pattern: Pattern, steps: list[Step]) -> str:
         """Fuses the chain, or returns the reason why not."""
         keeper = [step for step in steps if step.op][pattern.keeper]
         layer = keeper.layer
@@ -206,7 +177,7 @@ class Block:
             kind = KEEPERS[pattern, keeper.kinds[0]]
             known = {**self.known, **self.classes}.get(layer, type(layer))
             if known in KEEPER_LAYERS and known is not kind:
-                return f"{_label(keeper.node)} is already a {known.__name__}"
+                return f"{label(keeper.node)} is already a {known.__name__}"
             self.classes[layer] = kind
         for step in steps:
             if step.layer is not None and step.op:
@@ -214,7 +185,7 @@ class Block:
         self._replace(pattern, steps, keeper)
         return ""
 
-    def _convolution(self, pattern: Pattern, steps: list[_Step]) -> fx.Node | None:
+    def _convolution(self, pattern: Pattern, steps: list[Step]) -> fx.Node | None:
         """The convolution whose output only this chain reads, if one op may compute both."""
         node = steps[0].node.args[0]
         if steps[0].op != "batch_norm" or steps[0].layer is None:
@@ -227,10 +198,10 @@ class Block:
         if type(layer) not in CONVOLUTIONS or is_hooked(layer) or self.why_not(layer) is not None:
             return None
         plain = "conv2d" in self.ops and len(node.args) == 1 and not node.kwargs
-        moves = not self._why_not_moved([_Step(node, "conv2d", {}, layer), *steps])
+        moves = not self._why_not_moved([Step(node, "conv2d", {}, layer), *steps])
         return node if plain and moves else None
 
-    def _flatten_before(self, pattern: Pattern, steps: list[_Step]) -> fx.Node | None:
+    def _flatten_before(self, pattern: Pattern, steps: list[Step]) -> fx.Node | None:
         """The layer that flattens all but the batch, for a linear layer alone."""
         node = steps[0].node.args[0]
         if pattern.ops[0] != "linear" or steps[0].layer is None or not isinstance(node, fx.Node):
@@ -240,10 +211,10 @@ class Block:
         layer = self.module.get_submodule(str(node.target))
         if type(layer) is not nn.Flatten or is_hooked(layer):
             return None
-        moves = not self._why_not_moved([_Step(node, "", {}, layer), *steps])
+        moves = not self._why_not_moved([Step(node, "", {}, layer), *steps])
         return node if (layer.start_dim, layer.end_dim) == (1, -1) and moves else None
 
-    def _product_after(self, pattern: Pattern, steps: list[_Step]) -> list[_Step]:
+    def _product_after(self, pattern: Pattern, steps: list[Step]) -> list[Step]:
         """The linear layer that alone reads a linear layer's activation, after what does nothing."""
         if pattern.ops[0] != "linear" or steps[0].layer is None:
             return []
@@ -264,7 +235,7 @@ class Block:
 
     # ---- what a node is ----
 
-    def _step(self, node: fx.Node, previous: fx.Node | None) -> _Step | None:
+    def _step(self, node: fx.Node, previous: fx.Node | None) -> Step | None:
         """``node`` as an op on ``previous``, or on any tensor; None for another op."""
         if node.op == "call_module":
             return self._layer_step(node)
@@ -277,16 +248,16 @@ class Block:
         else:
             return None
         options = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
-        step = _Step(node, op, options)
+        step = Step(node, op, options)
         if op == "add":
             self._add_step(step, previous)
-        elif _is_dilated(options):
-            step.why_not = f"{_label(node)} has dilated windows"
+        elif is_dilated(options):
+            step.why_not = f"{label(node)} has dilated windows"
         elif op not in self.ops:
             step.why_not = f"{op} is not in ops"
         return step
 
-    def _layer_step(self, node: fx.Node) -> _Step | None:
+    def _layer_step(self, node: fx.Node) -> Step | None:
         layer = self.module.get_submodule(str(node.target))
         base = next((kind for kind in KINDS if isinstance(layer, kind)), None)
         if base is None:
@@ -295,23 +266,23 @@ class Block:
         if base is nn.Dropout and layer.p != 0:
             return None
         options = {**{name: getattr(layer, name) for name in names}, **constants}
-        step = _Step(node, op, options, layer, (theirs, mine), frozenset(constants))
+        step = Step(node, op, options, layer, (theirs, mine), frozenset(constants))
         reason = self.why_not(layer)
         if reason is not None:
-            step.why_not = f"{_label(node)}: {reason}"
+            step.why_not = f"{label(node)}: {reason}"
         elif is_hooked(layer):
-            step.why_not = f"a hook on {_label(node)}"
+            step.why_not = f"a hook on {label(node)}"
         elif len(node.args) != 1 or node.kwargs:
-            step.why_not = f"{_label(node)} is called with more than its input"
+            step.why_not = f"{label(node)} is called with more than its input"
         elif options.get("return_indices"):
-            step.why_not = f"{_label(node)} returns indices"
-        elif _is_dilated(options):
-            step.why_not = f"{_label(node)} has dilated windows"
+            step.why_not = f"{label(node)} returns indices"
+        elif is_dilated(options):
+            step.why_not = f"{label(node)} has dilated windows"
         elif not all(is_plain(value) for value in step.options.values()):
-            step.why_not = f"{_label(node)} has options that are no plain values"
+            step.why_not = f"{label(node)} has options that are no plain values"
         return step
 
-    def _add_step(self, step: _Step, previous: fx.Node | None) -> None:
+    def _add_step(self, step: Step, previous: fx.Node | None) -> None:
         first, other = step.node.args[0], step.options.pop("other", None)
         residual = other if first is previous else first
         if not isinstance(residual, fx.Node) or residual is previous:
@@ -319,19 +290,19 @@ class Block:
         elif step.options.pop("alpha", 1) != 1 or step.options:
             step.why_not = "the addition has further arguments"
         elif step.in_place and first is not previous:
-            step.why_not = f"the addition writes into {_label(residual)}"
+            step.why_not = f"the addition writes into {label(residual)}"
         else:
             step.residual = residual
 
     # ---- what is fused ----
 
-    def _match(self, head: _Step) -> tuple[Pattern | None, list[_Step], str]:
+    def _match(self, head: Step) -> tuple[Pattern | None, list[Step], str]:
         """The longest pattern at ``head``. If there is none: the nearest chain, and what it lacks."""
         steps, why = self._follow(head)
         real = [step for step in steps if step.op]
         patterns = [p for p in PATTERNS if p.ops[0] == head.op]
         reason = ""
-        near: list[_Step] = []
+        near: list[Step] = []
         for pattern in patterns:
             if tuple(step.op for step in real[: len(pattern.ops)]) != pattern.ops:
                 continue
@@ -345,25 +316,25 @@ class Block:
             return None, near, reason
         return None, *self._near_miss(steps, patterns, why)
 
-    def _follow(self, head: _Step) -> tuple[list[_Step], str]:
+    def _follow(self, head: Step) -> tuple[list[Step], str]:
         """The ops from ``head`` on, each the only consumer of the previous one."""
         steps, real, node = [head], 1, head.node
         while real < LONGEST:
             if len(node.users) != 1:
                 count = len(node.users)
-                return steps, f"the result of {_label(node)} has {count} consumers"
+                return steps, f"the result of {label(node)} has {count} consumers"
             (following,) = node.users
             step = self._step(following, node)
             if step is None:
-                return steps, f"{_label(following)} stands between"
+                return steps, f"{label(following)} stands between"
             steps.append(step)
             real += bool(step.op)
             node = following
         return steps, ""
 
     def _near_miss(
-        self, steps: list[_Step], patterns: list[Pattern], why: str
-    ) -> tuple[list[_Step], str]:
+        self, steps: list[Step], patterns: list[Pattern], why: str
+    ) -> tuple[list[Step], str]:
         """The chain that only ``why`` prevents; none if no pattern has begun."""
         last = steps[-1].node
         done = tuple(step.op for step in steps if step.op)
@@ -380,18 +351,18 @@ class Block:
                 return [*steps, step], why
         return [], ""
 
-    def _why_not_moved(self, chain: list[_Step]) -> str:
+    def _why_not_moved(self, chain: list[Step]) -> str:
         """Who else would notice that the head is computed later, at the last op, or not in place."""
         head = chain[0].node
         members, node = {step.node for step in chain}, head
         while node is not chain[-1].node:
             node = node.next
             if node not in members and self.may_write(node):
-                return f"{_label(node)} works in place in between"
+                return f"{label(node)} works in place in between"
         if self.may_write(head):
             source = head.args[0]
             if not isinstance(source, fx.Node) or not self._is_alone(source):
-                return f"{_label(head)} works in place, others may see its input"
+                return f"{label(head)} works in place, others may see its input"
         return ""
 
     def _is_alone(self, node: fx.Node) -> bool:
@@ -404,9 +375,9 @@ class Block:
         if node.op == "call_module":
             layer = self.module.get_submodule(str(node.target))
             return any(getattr(m, "inplace", False) for m in layer.modules())
-        return _is_in_place(node)
+        return is_in_place(node)
 
-    def _replace(self, pattern: Pattern, steps: list[_Step], keeper: _Step) -> None:
+    def _replace(self, pattern: Pattern, steps: list[Step], keeper: Step) -> None:
         convolution = self._convolution(pattern, steps)
         flatten = self._flatten_before(pattern, steps)
         after = self._product_after(pattern, steps)
@@ -434,14 +405,16 @@ class Block:
         for step in reversed([*steps, *after]):
             self.graph.erase_node(step.node)
         self.replaced.update(step.node for step in (*steps, *after))
-        for node, kinds, held in (
-            (convolution, CONVOLUTIONS, ()),
-            (flatten, (nn.Flatten,), (("start_dim", 1), ("end_dim", -1))),
-        ):
-            if node is not None:
-                self.graph.erase_node(node)
-                path = str(node.target)
-                self.layers[path] = Layer(tuple(path.split(".")), kinds, held)
+        for node in (convolution, flatten):
+            if node is None:
+                continue
+            self.graph.erase_node(node)
+            parts = tuple(str(node.target).split("."))
+            self.layers[str(node.target)] = (
+                Layer(parts, CONVOLUTIONS, ())
+                if node is convolution
+                else Layer(parts, (nn.Flatten,), (("start_dim", 1), ("end_dim", -1)))
+            )
         for step in (*steps, *after):
             if step.layer is not None:
                 path = str(step.node.target)
@@ -491,26 +464,3 @@ class Block:
         }
         for path in sorted(paths - {()}):
             yield path, tuple(self.module.get_submodule(".".join(path))._modules)
-
-
-def _is_dilated(options: dict[str, Any]) -> bool:
-    """A dilated window may have no tap in the image: native gives -inf, a fused op has no result."""
-    return options.get("dilation", 1) not in (1, (1, 1), [1, 1])
-
-
-def _is_in_place(node: fx.Node) -> bool:
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = _label(node)
-    return (
-        node.target in IN_PLACE
-        or (name.endswith("_") and not name.endswith("__"))
-        or bool(node.kwargs.get("inplace"))
-        or "out" in node.kwargs
-    )
-
-
-def _label(node: fx.Node) -> str:
-    if node.op == "call_module":
-        return str(node.target)
-    return str(getattr(node.target, "__name__", node.target))

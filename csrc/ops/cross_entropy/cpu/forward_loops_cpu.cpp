@@ -3,6 +3,8 @@
 //
 // exp_of may return any number for NaN. A row with NaN, +inf, or only -inf has a maximum that is
 // not finite. Its sum is set to NaN by the caller, which makes its gradient NaN.
+#include <numeric>
+
 #include "cpu/exp.h"
 #include "ops/cross_entropy/cpu/rows.h"
 
@@ -56,6 +58,7 @@ struct RowSums {
   CpuCompute<T> total() const {
     CpuCompute<T> lanes[kWidth];
     for (int64_t i = 0; i < kParts; ++i) part[i].sum.store(lanes + i * kLanes);
+    if constexpr (std::is_same_v<T, double>) return std::accumulate(lanes, lanes + kWidth, 0.0);
     double sums[4] = {};  // an addition waits for the one before it
     for (int64_t i = 0; i < kWidth; ++i) sums[i % 4] += static_cast<double>(lanes[i]);
     return static_cast<CpuCompute<T>>((sums[0] + sums[2]) + (sums[1] + sums[3]));

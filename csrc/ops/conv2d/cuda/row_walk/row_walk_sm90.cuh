@@ -21,17 +21,20 @@
 #include "device/math.cuh"
 #include "device/named_barrier.cuh"
 #include "device/sm90/arch.cuh"
+#include "device/reduce.cuh"
 #include "device/sm90/cluster.cuh"
+#include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "device/sm90/wgmma_wide.cuh"
 #include "ops/conv2d/cuda/row_walk/row_walk.h"
 #include "tile/column_moments_sm90.cuh"
 #include "tile/epilogue_sm90.cuh"
-#include "tile/mainloop_sm90.cuh"
 
 namespace warpwright {
 
+// Registers per thread after setmaxnreg: 128 * 40 + 256 * 232 <= 65536.
+constexpr int kWalkLoadRegisters = 40, kWalkRegisters = 232;
 constexpr int kWalkThreads = 384;                      // a warpgroup that loads, and two consumers
 enum WalkBarrier { kWalkTurn = 1, kWalkMoments = 3 };  // of consumer 0; + 1 of consumer 1
 
@@ -318,13 +321,13 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
     const int stride = static_cast<int>(gridDim.x) / w.groups;
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
     if (warpgroup == 0) {
-      setmaxnreg_dec<kProducerRegisters>();
+      setmaxnreg_dec<kWalkLoadRegisters>();
       if (threadIdx.x == 0) {
         load_walks<kColumns, kMnMajor>(memory, &image, &weights, w, mirrored, group, first, stride);
       }
       return;
     }
-    setmaxnreg_inc<kConsumerRegisters>();
+    setmaxnreg_inc<kWalkRegisters>();
     const int half = warpgroup - 1, first_column = group * kColumns;
     const int first_place = half * (w.half_segments == 0 ? kWalkWindows : kWalkHalfPlaces) * 128;
     const int64_t pitch = int64_t{w.q} * w.channels;

@@ -103,7 +103,8 @@ inline std::optional<RowWalkWgradConfig> choose_row_walk_wgrad(const Conv2dShape
   const bool tf32 = config.kind == GemmKind::kTf32;
   w.filter_groups = static_cast<int>(ceil_div<int64_t>(s.k, kWalkFilters));
   w.channel_groups = static_cast<int>(ceil_div<int64_t>(s.c, walk_grad_channels(tf32)));
-  if (w.groups() > device.num_sms) return std::nullopt;
+  // The kernel that adds the sums writes single elements: it is slow for large weights.
+  if (w.filter_groups > 2 || w.channel_groups > 2) return std::nullopt;
   double cycles = cut_walks(w, tf32, device);
   // Another kernel of 16 bits sums the bias gradient as it reads dy.
   if (sums != nullptr && !tf32) cycles += bias_grad_cycles(s, device);

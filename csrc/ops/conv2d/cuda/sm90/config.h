@@ -207,14 +207,13 @@ inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int sp
   // Fitted to measured times of a k tile in one round of tiles and in several, and of filling the
   // ring and the last store. No other mainloop overlaps the stores of the largest tiles.
   constexpr double kTileCycles[kTmaIm2colTiles][2] = {
-      {1200, 1200}, {1150, 1150}, {650, 670}, {330, 550}, {700, 700}, {620, 560}, {640, 950}};
+      {1200, 1200}, {1150, 1150}, {650, 670}, {330, 550}, {700, 700}, {620, 560}, {640, 700}};
   constexpr double kFirstAndLast[kTmaIm2colTiles] = {4000, 4000, 5500, 2750, 4000, 2750, 5500};
-  // TF32 takes as long per k tile, which has half the depth, and D has twice the bytes. The
-  // transposed tile waits for L2. wgrad,
+  // TF32 takes as long per k tile, which has half the depth, and D has twice the bytes. wgrad,
   // which transposes dy, takes as long as shared memory: its bytes at 128 per cycle.
   constexpr double kTransposing[kTmaIm2colTiles] = {0, 1410, 900, 640, 0, 580, 0};
   constexpr double kTransposingLast = 5500;
-  constexpr double kExposedTf32Store = 9000, kTransposedTf32 = 1050;
+  constexpr double kExposedTf32Store = 9000;
   constexpr double kSecondLaunch = 2500, kSplit = 200;
   const Sm90TileShape shape = tma_im2col_tile(tile);
   const int t = static_cast<int>(tile);
@@ -224,9 +223,7 @@ inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int sp
   const int64_t rounds = ceil_div<int64_t>(tiles, device.num_sms);
   const int64_t k_tiles = ceil_div<int64_t>(p.k_tiles, splits);
   const bool tf32 = kind == GemmKind::kTf32, transposes = tf32 && wgrad;
-  const double tile_cycles = transposes           ? kTransposing[t]
-                             : tf32 && transposed ? kTransposedTf32
-                                                  : kTileCycles[t][rounds > 1];
+  const double tile_cycles = transposes ? kTransposing[t] : kTileCycles[t][rounds > 1];
   const double first_and_last = transposes                 ? kTransposingLast
                                 : tf32 && !shape.ping_pong ? kExposedTf32Store
                                                            : kFirstAndLast[t];
@@ -273,10 +270,14 @@ inline double choose_tma_im2col_tile(const Conv2dShape& s, const DeviceInfo& dev
   return best;
 }
 
-// Of a chosen configuration.
+// Of a chosen configuration, to compare with the walks. With few channels the transposed tile waits
+// for L2, which the choice among these tiles leaves out.
 inline double estimate_tma_im2col(const Conv2dShape& s, TmaIm2colConfig config,
                                   const DeviceInfo& device) {
-  return choose_tma_im2col_tile(s, device, config);
+  constexpr double kWaits = 1.36, kWaitsTf32 = 1.5;
+  const double cycles = choose_tma_im2col_tile(s, device, config);
+  if (config.tile != TmaIm2colTile::kTransposed) return cycles;
+  return cycles * (config.kind == GemmKind::kTf32 ? kWaitsTf32 : kWaits);
 }
 
 // None if another kernel takes it. `sums`: wgrad's bias gradient, null if it is not wanted.
