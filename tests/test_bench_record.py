@@ -14,7 +14,17 @@ from bench_runs import TINY, TINY_LINEAR, TINY_POOL, check_schema, runner
 from pages import check_page
 
 import warpwright_cli
-from warpwright.bench import live, optimizers, page, plots, records, reliability, run, sources
+from warpwright.bench import (
+    live,
+    looks,
+    optimizers,
+    page,
+    plots,
+    records,
+    reliability,
+    run,
+    sources,
+)
 from warpwright.bench.shapes import CASES
 
 pytestmark = pytest.mark.usefixtures("quick_ceilings")
@@ -250,13 +260,13 @@ def test_page_escapes_what_it_shows(tmp_path):
 def test_pictures_carry_their_origin(tmp_path):
     record, steps = records.load_records(FULL), records.load_records(STEPS)
     for draw, drawn in ((plots.roofline, record), (plots.bars, record), (plots.ladder, steps)):
-        text = plots.svg(
-            lambda style, draw=draw, drawn=drawn: draw(drawn, style), plots.Style(plots.DARK, True)
+        text = looks.svg(
+            lambda style, draw=draw, drawn=drawn: draw(drawn, style), looks.Style(looks.DARK, True)
         )
         for part in (drawn["gpu"], drawn["torch"], drawn["date"], drawn["source_hash"]):
             assert part in text
-    again = plots.svg(lambda style: plots.bars(record, style), plots.Style())
-    assert again == plots.svg(lambda style: plots.bars(record, style), plots.Style())
+    again = looks.svg(lambda style: plots.bars(record, style), looks.Style())
+    assert again == looks.svg(lambda style: plots.bars(record, style), looks.Style())
 
 
 def test_speeds_of_steps_are_relative_to_native():
@@ -267,12 +277,12 @@ def test_speeds_of_steps_are_relative_to_native():
     row = {**record["rows"][0], "op": "x_step", "case": "b1"}
     record["rows"] = [{**row, "impl": i, "layout": at, "ms": ms} for (i, at), ms in times.items()]
     speeds = ("20 ms · 0.40×", "10 ms · 0.80×", "8 ms · 1.00×", "4 ms · 2.00×")
-    assert texts(plots.ladder(record, plots.Style())) == [f" {speed}" for speed in speeds]
+    assert texts(plots.ladder(record, looks.Style())) == [f" {speed}" for speed in speeds]
     del record["rows"][2]
     some = [" 20 ms · 0.50×", " 10 ms · 1.00×", " 4 ms"]
-    assert texts(plots.ladder(record, plots.Style())) == some
+    assert texts(plots.ladder(record, looks.Style())) == some
     del record["rows"][1]
-    assert texts(plots.ladder(record, plots.Style())) == [" 20 ms", " 4 ms"]
+    assert texts(plots.ladder(record, looks.Style())) == [" 20 ms", " 4 ms"]
 
 
 def texts(figure):

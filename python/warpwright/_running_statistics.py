@@ -47,7 +47,7 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
             return self._forward_cumulative(function, *tensors, **options)
         momentum = 0.0 if self.momentum is None else self.momentum
         bias: Tensor | None = self.bias
-        if left_out is not None:
+        if left_out is not None and bias is not None:
             bias = torch.add(bias, left_out, alpha=0)  # its gradient is zero, not None
         output = function(
             *tensors,

@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
 
 from markupsafe import Markup
 
-from .plots import DARK, LIGHT, Theme
+from .looks import DARK, LIGHT, Theme
 
 WIDTHS = {"narrow": 420, "wide": 1180}  # pixels of the still pictures
 ZOOM: dict[str, Any] = {

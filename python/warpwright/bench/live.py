@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import plots
+from . import looks, plots
 from .charts import ZOOM, Chart
 
 Row = dict[str, Any]
@@ -27,17 +27,17 @@ def of_record(record: Row) -> dict[str, Chart]:
     return {chart.name: chart for chart in found if chart is not None}
 
 
-def _colours(impls: list[str], theme: plots.Theme) -> Row:
+def _colours(impls: list[str], theme: looks.Theme) -> Row:
     return {
         "field": "implementation",
         "type": "nominal",
-        "scale": {"domain": impls, "range": [plots.colour(impl, theme) for impl in impls]},
+        "scale": {"domain": impls, "range": [looks.colour(impl, theme) for impl in impls]},
         "legend": {"orient": "top", "title": None, "columns": 4, "symbolOpacity": 1},
     }
 
 
-def _theme(dark: bool) -> plots.Theme:
-    return plots.DARK if dark else plots.LIGHT
+def _theme(dark: bool) -> looks.Theme:
+    return looks.DARK if dark else looks.LIGHT
 
 
 def _opacity(chosen: float) -> Row:
@@ -49,7 +49,7 @@ def bars(record: Row) -> Chart | None:
     groups = plots.relative_times(record)
     if not groups:
         return None
-    impls = plots.in_order({impl for times in groups.values() for impl in times})
+    impls = looks.in_order({impl for times in groups.values() for impl in times})
     values: list[Row] = [
         {"op": f"{op} {which}", "implementation": impl, "share": round(times[impl], 4)}
         for (op, which), times in groups.items()
@@ -99,7 +99,7 @@ def roofline(record: Row) -> Chart | None:
     rows = [row for row in record["rows"] if row["bytes"]]
     if not rows:
         return None
-    impls = plots.in_order({row["impl"] for row in rows})
+    impls = looks.in_order({row["impl"] for row in rows})
     values: list[Row] = [
         {
             "op": f"{row['op']} {row['pass']}",

@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 from markupsafe import Markup
 
 from . import charts as live
-from . import plots
+from . import looks, plots
 from .live import of_record
 from .records import grouped, is_training_step, write
 from .screen import notes_of
@@ -37,8 +37,8 @@ def environment() -> Environment:
     return found
 
 
-def figure(draw: plots.Draw, alt: str, caption: str) -> dict[str, Any]:
-    return {"html": Markup(plots.picture(draw, alt)), "caption": caption}
+def figure(draw: looks.Draw, alt: str, caption: str) -> dict[str, Any]:
+    return {"html": Markup(looks.picture(draw, alt)), "caption": caption}
 
 
 def cards(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -87,9 +87,9 @@ def _shown(row: Row, ours: Row | None) -> dict[str, Any]:
     }
 
 
-def pictures(record: dict[str, Any]) -> dict[str, tuple[plots.Draw, str, str]]:
+def pictures(record: dict[str, Any]) -> dict[str, tuple[looks.Draw, str, str]]:
     """{name: (draw, alternative text, caption)} of what the record has rows for."""
-    found: dict[str, tuple[plots.Draw, str, str]] = {}
+    found: dict[str, tuple[looks.Draw, str, str]] = {}
     if plots.relative_times(record):
         found["bars"] = (
             lambda s: plots.bars(record, s),
@@ -150,5 +150,5 @@ def write_bench_page(record: dict[str, Any], path: Path) -> None:
     """The page, and each picture next to it as PNG: ``page_bars.png``, ``page_bars_dark.png``."""
     write(path, bench_page(record))
     for name, (draw, _, _) in pictures(record).items():
-        plots.save_png(draw, path.with_name(f"{path.stem}_{name}.png"))
-        plots.save_png(draw, path.with_name(f"{path.stem}_{name}_dark.png"), plots.DARK)
+        looks.save_png(draw, path.with_name(f"{path.stem}_{name}.png"))
+        looks.save_png(draw, path.with_name(f"{path.stem}_{name}_dark.png"), looks.DARK)

@@ -175,7 +175,7 @@ def picture_names(record: Record, name: str) -> list[str]:
 
 
 def draw_pictures(record: Record, name: str, folder: Path) -> None:
-    from . import plots
+    from . import looks, plots
 
     functions = {
         "bars": plots.bars,
@@ -186,10 +186,10 @@ def draw_pictures(record: Record, name: str, folder: Path) -> None:
     }
     for kind in _drawable(record):
         for dark in (False, True):
-            plots.save_png(
+            looks.save_png(
                 functools.partial(functions[kind], record),
                 folder / _picture_name(name, kind, dark),
-                plots.DARK if dark else plots.LIGHT,
+                looks.DARK if dark else looks.LIGHT,
                 description=digest(record),
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..bench import plots
+from ..bench import looks
 from ..bench.charts import ZOOM, Chart
 from .summary import ProfileReport
 
@@ -101,7 +101,7 @@ def flame(report: ProfileReport, names: list[str], where: str) -> Chart | None:
     }
 
     def spec(dark: bool) -> dict[str, Any]:
-        theme = plots.DARK if dark else plots.LIGHT
+        theme = looks.DARK if dark else looks.LIGHT
         colours: dict[str, Any] = {
             "domain": list(KINDS),
             "range": [pair[dark] for pair in KINDS.values()],
@@ -155,8 +155,8 @@ def memory(report: ProfileReport) -> Chart | None:
     names = list(report.memory)
 
     def spec(dark: bool) -> dict[str, Any]:
-        theme = plots.DARK if dark else plots.LIGHT
-        colours = [plots.colour({"compiled": "compile"}.get(n, n), theme) for n in names]
+        theme = looks.DARK if dark else looks.LIGHT
+        colours = [looks.colour({"compiled": "compile"}.get(n, n), theme) for n in names]
         dashes = [
             {"native": [], "swapped": [6, 3], "fused": [2, 2]}.get(n, [8, 3, 2, 3]) for n in names
         ]
@@ -185,7 +185,7 @@ def timeline(report: ProfileReport) -> Chart | None:
     order = list(dict.fromkeys(value["row"] for value in values))
 
     def spec(dark: bool) -> Row:
-        theme = plots.DARK if dark else plots.LIGHT
+        theme = looks.DARK if dark else looks.LIGHT
         colours = {"domain": list(LANES), "range": [pair[dark] for pair in LANES.values()]}
         lane: Row = {"field": "lane", "type": "nominal"}
         return {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bench import charts as live
-from ..bench import plots
+from ..bench import looks, plots
 from ..bench.page import environment as templates
 from ..bench.page import figure
 from ..bench.records import as_cells, write
@@ -72,15 +72,15 @@ def waterfall_steps(report: ProfileReport) -> tuple[float, list[tuple[str, float
     return native["ms"], changes, ours["ms"]
 
 
-def waterfall(report: ProfileReport, style: plots.Style) -> Figure:
+def waterfall(report: ProfileReport, style: looks.Style) -> Figure:
     start, changes, end = waterfall_steps(report)
     ours = report.ours
     assert ours is not None
     theme = style.theme
     figure_, axes = style.figure(1.3 + 0.27 * (len(changes) + 2))
-    down, up = ("#009E73", "#D55E00") if theme is plots.LIGHT else ("#00B386", "#FF7F2A")
+    down, up = ("#009E73", "#D55E00") if theme is looks.LIGHT else ("#00B386", "#FF7F2A")
     names = ["native step"]
-    axes.barh(0, start, 0.75, color=plots.colour("native", theme))
+    axes.barh(0, start, 0.75, color=looks.colour("native", theme))
     axes.text(start, 0, f" {plots.short(start)} ms", va="center", fontsize=8)
     at, reach = start, start
     for i, (name, change) in enumerate(changes, start=1):
@@ -92,7 +92,7 @@ def waterfall(report: ProfileReport, style: plots.Style) -> Figure:
         reach = max(reach, edge)
         names.append(name)
     last = len(changes) + 1
-    axes.barh(last, end, 0.75, color=plots.colour("warpwright", theme))
+    axes.barh(last, end, 0.75, color=looks.colour("warpwright", theme))
     axes.text(end, last, f" {plots.short(end)} ms", va="center", fontsize=8)
     names.append(f"{ours['name']} step")
     axes.set_yticks(range(last + 1), names, fontsize=8)
@@ -107,7 +107,7 @@ def waterfall(report: ProfileReport, style: plots.Style) -> Figure:
     return figure_
 
 
-def op_bars(report: ProfileReport, style: plots.Style) -> Figure:
+def op_bars(report: ProfileReport, style: looks.Style) -> Figure:
     names, ops = _names(report), _top_ops(report)
     height = 0.8 / len(names)
     figure_, axes = style.figure(1.4 + 0.42 * len(ops))
@@ -118,8 +118,8 @@ def op_bars(report: ProfileReport, style: plots.Style) -> Figure:
             y,
             values,
             height * 0.95,
-            color=plots.colour(name, style.theme),
-            hatch=plots.HATCHES.get(name),
+            color=looks.colour(name, style.theme),
+            hatch=looks.HATCHES.get(name),
             linewidth=0,
             label=name,
         )
@@ -137,7 +137,7 @@ def op_bars(report: ProfileReport, style: plots.Style) -> Figure:
     return figure_
 
 
-def memory_lines(report: ProfileReport, style: plots.Style) -> Figure:
+def memory_lines(report: ProfileReport, style: looks.Style) -> Figure:
     figure_, axes = style.figure(3.4)
     dashes = {"native": "-", "swapped": "--", "fused": ":", "compiled": "-."}
     for name, points in report.memory.items():
@@ -146,7 +146,7 @@ def memory_lines(report: ProfileReport, style: plots.Style) -> Figure:
             [t for t, _ in points],
             [m for _, m in points],
             where="post",
-            color=plots.colour({"compiled": "compile"}.get(name, name), style.theme),
+            color=looks.colour({"compiled": "compile"}.get(name, name), style.theme),
             ls=dashes[name],
             lw=1.6,
             label=f"{name}, peak {peak:,.0f} MiB",
@@ -197,10 +197,10 @@ def as_record(report: ProfileReport) -> dict[str, Any]:
     return {**report.environment, "rows": rows}
 
 
-def pictures(report: ProfileReport) -> dict[str, tuple[plots.Draw, str, str]]:
+def pictures(report: ProfileReport) -> dict[str, tuple[looks.Draw, str, str]]:
     """{name: (draw, alternative text, caption)}."""
     record = as_record(report)
-    found: dict[str, tuple[plots.Draw, str, str]] = {}
+    found: dict[str, tuple[looks.Draw, str, str]] = {}
     if report.ours is not None and report.run("native") is not None:
         found["waterfall"] = (
             lambda s: waterfall(report, s),
@@ -320,11 +320,11 @@ def write_all(report: ProfileReport, folder: Path) -> None:
     write(folder / "modules.csv", _csv(report.modules, names))
     drawn = pictures(report)
     for name, (draw, _, _) in drawn.items():
-        plots.save_png(draw, folder / f"{name}.png")
-        plots.save_png(draw, folder / f"{name}_dark.png", plots.DARK)
+        looks.save_png(draw, folder / f"{name}.png")
+        looks.save_png(draw, folder / f"{name}_dark.png", looks.DARK)
     for name, chart in live_charts(report).items():
         if name not in drawn:
             chart.save_png(folder / f"{name}.png")
-            chart.save_png(folder / f"{name}_dark.png", plots.DARK)
+            chart.save_png(folder / f"{name}_dark.png", looks.DARK)
     write(folder / "report.html", render(report))
     report.files = sorted(p.name for p in folder.iterdir())
