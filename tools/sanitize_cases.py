@@ -23,6 +23,7 @@ import warpwright.functional as F
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 WITHOUT_FLOAT64 = {"linear_8bit"}
+ONLY_16_BITS = {"conv2d_walk"}  # and TF32: the other kernels have smaller cases
 
 
 CASES = {
@@ -54,6 +55,7 @@ CASES = {
     "linear_activation": products.linear_activation_cases,
     "fft_conv": images.fft_conv_cases,
     "conv2d": images.conv2d_cases,
+    "conv2d_walk": images.conv2d_walk_cases,
     "conv2d_batch_norm": images.conv2d_batch_norm_cases,
     "conv2d_batch_norm_relu_max_pool2d": images.conv2d_batch_norm_relu_max_pool2d_cases,
     "cross_entropy": rows.cross_entropy_cases,
@@ -110,6 +112,8 @@ def main():
     for op, cases in CASES.items():
         torch.manual_seed(0)
         dtypes = [d for d in DTYPES if d != torch.float64 or op not in WITHOUT_FLOAT64]
+        if op in ONLY_16_BITS:
+            dtypes = [torch.bfloat16, torch.float16]
         for case, function, args, kwargs in cases():
             for dtype in dtypes:
                 name = f"{op}-{case}-{str(dtype).removeprefix('torch.')}"
@@ -126,7 +130,7 @@ def main():
                 count += 1
     warpwright.set_float32_matmul_precision(None)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    for op in ("linear", "linear_activation", "conv2d"):
+    for op in ("linear", "linear_activation", "conv2d", "conv2d_walk"):
         torch.manual_seed(0)
         for case, function, args, kwargs in CASES[op]():
             name = f"{op}-{case}-tf32"

@@ -213,12 +213,6 @@ def conv2d_cases():
         x, w = rand(2, 72, 12, 11), rand(128, 72, 1, 1)  # in planes, no copy
         x, w = (t.contiguous(memory_format=layout) for t in (x, w))
         yield f"{name}-planes", F.conv2d, (x, w, rand(128)), {}
-    for c in (32, 64):  # TF32 and 16 bits: large enough to walk down the images
-        x, w = (
-            rand(*shape).contiguous(memory_format=torch.channels_last)
-            for shape in ((32, c, 16, 128), (64, c, 3, 3))
-        )
-        yield f"walk-{c}", F.conv2d, (x, w, rand(64), 1, 1), {}
 
 
 def conv_norm(function):
@@ -246,11 +240,18 @@ def conv2d_batch_norm_cases():
         yield f"{name}-hardswish", conv_norm(F.conv2d_batch_norm_hardswish), (x, *rest), {}
         add_relu = conv_norm(F.conv2d_batch_norm_add_relu)
         yield f"{name}-add_relu", add_relu, (x, residual, *rest), {}
-    x, w = (
-        rand(*shape).contiguous(memory_format=layout)
-        for shape in ((32, 64, 16, 128), (64, 64, 3, 3))
-    )
-    yield "walk", conv_norm(F.conv2d_batch_norm), (x, w, rand(64), rand(64)), {}
+
+
+def conv2d_walk_cases():
+    """Large enough to walk down the images, and for batch norm not to keep the output on chip."""
+
+    def operands(c, height):
+        shapes = (32, c, height, 128), (64, c, 3, 3)
+        return [rand(*shape).contiguous(memory_format=torch.channels_last) for shape in shapes]
+
+    for c in (32, 64):
+        yield f"{c}", F.conv2d, (*operands(c, 16), rand(64), 1, 1), {}
+    yield "statistics", conv_norm(F.conv2d_batch_norm), (*operands(64, 64), rand(64), rand(64)), {}
 
 
 def conv2d_batch_norm_relu_max_pool2d_cases():

@@ -139,7 +139,7 @@ struct WalkSums {
     wgmma_pin(d);
   }
 
-  // `pixels`: of the run; the others are zero. Images with sides of 7, 14, 28 and 56 have 56.
+  // `pixels`: of the run; the others are zero. Images with sides of 14, 28 and 56 have 56.
   __device__ __forceinline__ void add(const Fragments& fragments, uint32_t x, uint32_t dy,
                                       int pixels) {
     if (sizeof(T) == 4 && pixels <= kWalkRun - Fragments::kK) {
