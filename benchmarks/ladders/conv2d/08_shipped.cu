@@ -1,8 +1,7 @@
-// Shipped: the library's kernel for most layers, a loader of windows for the matrix product,
-// launched as conv2d does. Why: any channels, strides, dilations and images run on the one
-// warp-specialised product. Here its tile is y^T of 64 filters by 256 pixels, as in rung 7.
-// conv2d's walks take this layer today. Bound: shared memory, which TMA fills while wgmma reads it:
-// every tap of x passes it again.
+// Shipped: the library's kernel for most layers, a loader of windows for the matrix product.
+// Why: any channels, strides, dilations and images run on the one warp-specialised product. Here
+// its tile is y^T of 64 filters by 256 pixels, as in rung 7. Today conv2d walks in this layer.
+// Bound: shared memory, which TMA fills while wgmma reads it: every tap of x passes it again.
 #include "ladder.cuh"
 #include "ops/conv2d/cuda/sm90/launch.cuh"
 
