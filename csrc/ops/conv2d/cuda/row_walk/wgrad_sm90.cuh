@@ -118,19 +118,19 @@ struct WalkSums {
 
   // Adds the products of a row of x with three rows of dy that lie one after the other in the ring,
   // from `dy` on.
-  template <int kSteps>
+  template <int kCount>
   __device__ __forceinline__ void add_steps(const Fragments& fragments, uint32_t x, uint32_t dy) {
     uint32_t a[4][4];
     fragments.load(a[0], x, 0);
     fragments.load(a[1], x, 1);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kCount; ++step) {
       wgmma_pin(d);
       wgmma_fence();
       wgmma_registers<T>(d, a[step % 4],
                          wgmma_descriptor(kFields, dy + Fragments::offset_dy(step)));
       wgmma_commit();
-      if (step + 2 < kSteps) fragments.load(a[(step + 2) % 4], x, step + 2);
+      if (step + 2 < kCount) fragments.load(a[(step + 2) % 4], x, step + 2);
       // The products of the step before have read their fragment.
       wgmma_wait<1>();
       wgmma_pin(d);
