@@ -123,6 +123,13 @@ def test_others_keep_their_kernels():
     assert not any(WALKS in kernel for kernel in nchw.values())
 
 
+def test_many_short_segments_are_not_walked_for_the_weight():
+    """A row of prime length has no equal parts, and narrow images are many loads per step."""
+    for width in (1, 5, 67, 127):
+        kernel = kernels((256, 64, 64, width, 64, 1), torch.bfloat16)["grad_weight"]
+        assert WALKS not in kernel, width
+
+
 def test_the_cases_are_walked():
     walked = [
         (case, direction, dtype)

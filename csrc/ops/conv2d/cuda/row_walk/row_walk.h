@@ -111,30 +111,33 @@ inline void cut_strips(WalkShape& w) {
   w = separate.strips < shared.strips ? separate : shared;
 }
 
-// Cuts the walks so that the SMs end together. A part begins with two rows whose outputs belong to
-// the part before. Returns the steps of the last SM.
-inline int64_t cut_walks(WalkShape& w, const DeviceInfo& device) {
-  const int64_t at_once = std::max(1, device.num_sms / w.groups);
-  int64_t least = -1;
+// Cuts the walks to the number of rows that costs least. cost(rows, units): cycles of the last SM.
+template <class Shape, class Cost>
+double cut_walks(Shape& w, const Cost& cost) {
+  double least = -1;
   for (int parts = 1; parts <= std::min(w.p, 64); ++parts) {
     const int rows = static_cast<int>(ceil_div(w.p, parts));
-    const int64_t units = w.strips * ceil_div<int64_t>(w.p, rows);
-    const int64_t steps = ceil_div(units, at_once) * (rows + (parts > 1 ? kWalkTaps - 1 : 0));
-    if (least >= 0 && steps >= least) continue;
-    least = steps;
-    w.row_parts = static_cast<int>(ceil_div(w.p, rows));
+    const int row_parts = static_cast<int>(ceil_div(w.p, rows));
+    const double cycles = cost(rows, int64_t{w.strips} * row_parts);
+    if (least >= 0 && cycles >= least) continue;
+    least = cycles;
+    w.row_parts = row_parts;
     w.part_rows = rows;
   }
   return least;
 }
 
-// Cycles of the last SM, fitted to measured times.
-inline double estimate_row_walk(const RowWalkConfig& config, int64_t steps) {
+// Of the last SM, fitted to measured times; cuts the walks. A part of the rows begins with two rows
+// whose outputs belong to the part before.
+inline double estimate_row_walk(RowWalkConfig& config, int64_t walks_at_once) {
   constexpr double kFirst = 6000, kPerStep = 600;
   // Two warpgroups multiply in turn, 4 products for each column of the window and chunk.
   const double products = 2.0 * kWalkTaps * 4 * config.shape.chunks;
-  const double cycles = products * (kWalkTaps * config.columns / 2);
-  return kFirst + static_cast<double>(steps) * (kPerStep + cycles);
+  const double step = kPerStep + products * (kWalkTaps * config.columns / 2);
+  return cut_walks(config.shape, [&](int rows, int64_t units) {
+    const int64_t more = rows < config.shape.p ? kWalkTaps - 1 : 0;
+    return kFirst + static_cast<double>(ceil_div(units, walks_at_once) * (rows + more)) * step;
+  });
 }
 
 // None if another kernel takes it. `other_cycles`: the estimate of that kernel.
@@ -164,11 +167,9 @@ inline std::optional<RowWalkConfig> choose_row_walk(ConvDirection direction, con
   w.stages = kWalkMaxStages;
   while (w.stages >= 2 * w.chunks && config.smem_bytes() > device.smem_per_block) --w.stages;
   if (w.stages < 2 * w.chunks || w.groups > device.num_sms) return std::nullopt;
-  const int64_t steps = cut_walks(w, device);
-  const double cycles = estimate_row_walk(config, steps);
-  if (cycles > other_cycles) return std::nullopt;
-  const int64_t walks = std::min<int64_t>(w.units(), std::max(1, device.num_sms / w.groups));
-  config.ctas = static_cast<unsigned>(walks * w.groups);
+  const int64_t at_once = std::max(1, device.num_sms / w.groups);
+  if (estimate_row_walk(config, at_once) > other_cycles) return std::nullopt;
+  config.ctas = static_cast<unsigned>(std::min<int64_t>(w.units(), at_once) * w.groups);
   config.reason = "a 3x3 window of stride 1, and all weights fit in shared memory";
   return config;
 }

@@ -11,8 +11,9 @@
 
 namespace warpwright {
 
-constexpr int kWalkRun = 64;      // outputs of a step, at most
-constexpr int kWalkFilters = 64;  // of a CTA
+constexpr int kWalkRun = 64;         // outputs of a step, at most
+constexpr int kWalkMaxSegments = 8;  // of a run
+constexpr int kWalkFilters = 64;     // of a CTA
 constexpr int walk_grad_channels(bool tf32) { return tf32 ? 32 : 64; }  // the same
 
 // How the pixels are cut. A segment is a row of dy in an image, or one of `parts` equal runs of it.
@@ -43,35 +44,26 @@ struct RowWalkWgradConfig {
 
 // ---- choice ----
 
-// Whole segments in a run. False if no cut fills half a run.
+// Whole segments in a run. False if no cut fills half a run with at most kWalkMaxSegments: each is
+// a load of its own, for each column of the window.
 inline bool cut_runs(WalkGradShape& w, int q) {
   w.parts = ceil_div(q, kWalkRun);
-  while (q % w.parts != 0) ++w.parts;
+  while (q % w.parts != 0 && q / w.parts > kWalkRun / 2) ++w.parts;
   w.part_columns = q / w.parts;
   w.strip_segments = kWalkRun / w.part_columns;
-  return w.run() * 2 > kWalkRun;
+  return q % w.parts == 0 && w.strip_segments <= kWalkMaxSegments && w.run() * 2 > kWalkRun;
 }
 
-// Cycles of the last SM, fitted to measured times; cuts the walks.
-inline double cut_walks(WalkGradShape& w, bool tf32, const DeviceInfo& device) {
+// Of the last SM, fitted to measured times; cuts the walks.
+inline double estimate_row_walk_wgrad(WalkGradShape& w, bool tf32, int64_t walks_at_once) {
   constexpr double kFirst = 10000, kPerPart = 120, kPerStep = 200, kPerStepTf32 = 600;
   const double warpgroups = tf32 ? 2 : 3, products = ceil_div(w.run(), tf32 ? 8 : 16) * kWalkTaps;
   const double step = (tf32 ? kPerStepTf32 : kPerStep) + warpgroups * products * (kWalkFilters / 2);
-  const int at_once = std::max(1, device.num_sms / w.groups());
-  double least = -1;
-  for (int parts = 1; parts <= std::min(w.p, 64); ++parts) {
-    const int rows = ceil_div(w.p, parts);
-    const int64_t units = w.strips * ceil_div<int64_t>(w.p, rows);
-    const int64_t steps = ceil_div<int64_t>(units, at_once) * (rows + kWalkTaps - 1);
-    const auto ctas = static_cast<int>(std::min<int64_t>(units, at_once));
-    const double cycles = kFirst + kPerPart * ctas + static_cast<double>(steps) * step;
-    if (least >= 0 && cycles >= least) continue;
-    least = cycles;
-    w.row_parts = ceil_div(w.p, rows);
-    w.part_rows = rows;
-    w.ctas_per_group = ctas;
-  }
-  return least;
+  return cut_walks(w, [&](int rows, int64_t units) {
+    const int64_t steps = ceil_div(units, walks_at_once) * (rows + kWalkTaps - 1);
+    const auto parts = static_cast<double>(std::min(units, walks_at_once));
+    return kFirst + kPerPart * parts + static_cast<double>(steps) * step;
+  });
 }
 
 // Of the kernel that sums dy: a launch, and the bytes of dy.
@@ -105,7 +97,9 @@ inline std::optional<RowWalkWgradConfig> choose_row_walk_wgrad(const Conv2dShape
   w.channel_groups = static_cast<int>(ceil_div<int64_t>(s.c, walk_grad_channels(tf32)));
   // The kernel that adds the sums writes single elements: it is slow for large weights.
   if (w.filter_groups > 2 || w.channel_groups > 2) return std::nullopt;
-  double cycles = cut_walks(w, tf32, device);
+  const int64_t at_once = std::max(1, device.num_sms / w.groups());
+  double cycles = estimate_row_walk_wgrad(w, tf32, at_once);
+  w.ctas_per_group = static_cast<int>(std::min<int64_t>(w.units(), at_once));
   // Another kernel of 16 bits sums the bias gradient as it reads dy.
   if (sums != nullptr && !tf32) cycles += bias_grad_cycles(s, device);
   if (cycles > other_cycles) return std::nullopt;
