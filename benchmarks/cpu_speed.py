@@ -124,6 +124,9 @@ def images() -> Iterator[Case]:
             layers += [torch.randn(size[1], squeezed, 1, 1), torch.randn(size[1])]
             excite = lambda f, a=(x, *layers): excited(f, *a)  # noqa: E731
             yield Case("squeeze_excitation", name, layout, excite, [x, *layers])
+            factors = [torch.randn_like(x), torch.randn(size[1], 1, 1)]
+            scaled = lambda f, a=(x, *factors): layer_scaled(f, *a)  # noqa: E731
+            yield Case("layer_scale_add", name, layout, scaled, [x, *factors])
             for training, op in ((True, "batch_norm"), (False, "batch_norm, evaluation")):
                 run = norm(training, x, scale, shift, mean, var)
                 yield Case(op, name, layout, run, [x, scale, shift])
@@ -131,6 +134,12 @@ def images() -> Iterator[Case]:
 
 def gated(f: Any, gate: Tensor, up: Tensor) -> Tensor:
     return f.swiglu(gate, up) if hasattr(f, "swiglu") else f.silu(gate) * up
+
+
+def layer_scaled(f: Any, *a: Tensor) -> Tensor:
+    function = getattr(f, "layer_scale_add", _native.layer_scale_add)
+    result: Tensor = function(*a)
+    return result
 
 
 def excited(f: Any, *a: Tensor) -> Tensor:

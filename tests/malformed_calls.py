@@ -162,6 +162,7 @@ def composite_calls(device):
         "mlp": [x, w, t(7), t(3, 7), t(3), "gelu"],
         "split_qkv": [t(2, 3, 24), 2],
         "norm_with_residual": [x, [5], t(5), t(5), 1e-5, True, None],
+        "cast_with_residual": [x, torch.bfloat16],
         "scaled_dot_product_attention": [q, k, k, t(5, 7), 0.0, False],
         "scaled_dot_product_attention_extras": [q, k, k, t(5, 7), 0.0, False],
         "scaled_dot_product_attention_lse": [q, k, k, t(5, 7), 0.0, False],
@@ -201,6 +202,10 @@ def native_functions():
             return activation(gate, **options) * up
 
         return run
+
+    def layer_scaled(x, residual, scale, sample_scale=None):
+        scaled = scale * x
+        return residual + (scaled if sample_scale is None else scaled * sample_scale)
 
     def excited(x, w1, b1, w2, b2, activation, scale_activation):
         for name, known in ((activation, ("relu", "silu")), (scale_activation, ("sigmoid",))):
@@ -284,6 +289,7 @@ def native_functions():
         "fft_conv1d": transformed(native.conv1d),
         "fft_conv2d": transformed(native.conv2d),
         "squeeze_excitation": excited,
+        "layer_scale_add": layer_scaled,
         "swiglu": gated(native.silu),
         "geglu": gated(native.gelu),
         "linear_relu": fused_linear(native.relu),

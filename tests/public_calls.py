@@ -61,6 +61,10 @@ def pointwise_calls(m):
         "dropout": ([g(*X4), 0.3], {"training": True, "inplace": False}),
         "swiglu": ([g(2, 3, 5), g(2, 3, 5)] if m.seed % 2 else [g(2, 3, 6)], {}),
         "geglu": ([g(4, 5), g(4, 5)], {"approximate": "tanh"}),
+        "layer_scale_add": (
+            [g(*X4), g(*X4), g(3, 1, 1), t(2, 1, 1, 1)] if m.seed % 2 else [g(*X4), g(*X4), g(5)],
+            {},
+        ),
         "rotary_embedding": (
             [g(2, 4, 5, 6), g(2, 2, 5, 6), t(1, 5, 4), t(2, 5, 4)],
             {"interleaved": bool(m.seed % 2)},

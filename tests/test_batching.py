@@ -119,6 +119,30 @@ def test_squeeze_excitation(device, dims):
 
 
 @pytest.mark.parametrize(
+    "dims", [(0, 0, None, 0), (1, None, None, None), (None, 2, 0, 1), (None, None, None, 0)]
+)
+def test_layer_scale_add(device, dims):
+    shapes = ((2, 4, 3, 2), (2, 4, 3, 2), (4, 1, 1), (2, 1, 1, 1))
+    args = tuple(operands(device, dims, *shapes))
+    check(F.layer_scale_add, dims, *args)
+    check(F.layer_scale_add, dims, *args, wanted=(0, 1))
+    if dims[:3] != (None,) * 3:
+        check(F.layer_scale_add, dims[:3], *args[:3])
+        check(F.layer_scale_add, dims[:3], *args[:3], wanted=(0,))
+
+
+def test_layer_scale_add_without_samples(device):
+    """The first dimension is that of the channels, or the samples have no dimension at all."""
+    rows, scale = randn(device, 3, 4, 5), randn(device, 4, 1)
+    check(F.layer_scale_add, (0, 0, None), rows, rows.cos(), scale)
+    check(F.layer_scale_add, (0, 0, None), *rows.unbind()[:2], scale[0])
+    one = randn(device, 1, 1)
+    check(F.layer_scale_add, (0, 0, None, None), rows[:, :1], rows[:, :1], one[0], one)
+    vector, factor = randn(device, 3, 1), randn(device, 1)
+    check(F.layer_scale_add, (0, 0, None, 0), vector, vector.cos(), factor, vector.sin())
+
+
+@pytest.mark.parametrize(
     "dims", [(0, None), (1, None), (None, 0), (None, 1), (0, 0), (1, 1), (2, 1)]
 )
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}], ids=str)

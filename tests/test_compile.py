@@ -56,6 +56,7 @@ MEMORY_OPS = {
     "tanh": F.tanh,
     "swiglu": lambda x: F.swiglu(x, x.sin()),
     "geglu": lambda x: F.geglu(x, x.sin(), approximate="tanh"),
+    "layer_scale_add": lambda x: F.layer_scale_add(x, x.sin(), x[0, :, :1, :1], x[:, :1, :1, :1]),
     "max_pool2d": lambda x: F.max_pool2d(x, **POOL),
     "indices": lambda x: F.max_pool2d(x, **POOL, return_indices=True),
     "max_pool2d_with_indices": lambda x: F.max_pool2d_with_indices(x, **POOL),
@@ -107,6 +108,9 @@ def test_the_rest_stays_ours(device):
 
 RAW = {
     "gated_activation": lambda x: ops.gated_activation(x.sin(), x.cos(), "silu").cos(),
+    "layer_scale_add": lambda x: ops.layer_scale_add(
+        x.sin(), x.cos(), ONES[:, None, None], ONES[:2, None, None, None]
+    ).cos(),
     "squeeze_excitation": lambda x: ops.squeeze_excitation(
         x.sin(), ONES.expand(2, -1), None, ONES[:, None].expand(-1, 2), None, "silu", "sigmoid"
     )[0].cos(),

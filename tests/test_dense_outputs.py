@@ -183,6 +183,13 @@ def later_calls(both, device):
             [F.geglu, lambda t: NATIVE.gelu(t[..., :2]) * t[..., 2:]],
             (2, 3, 6, 4),
         ),
+        "layer_scale_add": (
+            [
+                lambda t: F.layer_scale_add(t, other, scales[:, None, None]),
+                lambda t: other + scales[:, None, None] * t,
+            ],
+            x,
+        ),
         "rotary_embedding": (
             [lambda t: F.rotary_embedding(t, other, *tables)[0], rotated],
             x,

@@ -189,6 +189,14 @@ CASES = {
         {"x": (2, 4, 6), "w": (4, 2, 3), "b": (4,)},
     ),
     "geglu": Case(F.geglu, lambda g, u: native.gelu(g) * u, {"g": (3, 4), "u": (3, 4)}),
+    "layer_scale_add": Case(
+        F.layer_scale_add,
+        lambda x, r, s, p: r + s * x * p,
+        {"x": (2, 3, 2), "r": (2, 3, 2), "s": (3, 1), "p": (2, 1, 1)},
+    ),
+    "layer_scale_add_rows": Case(
+        F.layer_scale_add, lambda x, r, s: r + s * x, {"x": (3, 4), "r": (3, 4), "s": (4,)}
+    ),
     "rotary_embedding": Case(
         lambda *a: torch.cat(F.rotary_embedding(*a, *TABLES.to(a[0])), 1),
         lambda *a: torch.cat([rotated(x, *TABLES.to(x)) for x in a], 1),

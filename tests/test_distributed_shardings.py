@@ -59,6 +59,13 @@ CASES = {
     },
     "swiglu": (F.swiglu, ((3, 4), (3, 4)), "S1 S1", {}),
     "swiglu packed": (F.swiglu, ((3, 4, 6),), "S1", {}),
+    "layer_scale_add": (
+        F.layer_scale_add,
+        ((4, 6, 3, 5), (4, 6, 3, 5), (6, 1, 1), torch.rand(4, 1, 1, 1)),
+        "S0 S0 R S0",
+        {},
+    ),
+    "layer_scale_add rows": (F.layer_scale_add, ((4, 3, 6), (4, 3, 6), (6,)), "S0 S0 R", {}),
     "geglu": (F.geglu, ((3, 4), (3, 4)), "S0 S0", {}),
     **{
         f"rotary_embedding {name}": (rotated, ((2, 4, 6, 8), (2, 4, 6, 8), *found), word, {})

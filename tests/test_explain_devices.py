@@ -50,6 +50,7 @@ CALLS = {
     "add_layer_norm": lambda: (half(16384, 768), half(16384, 768), (768,)),
     "group_norm": lambda: (half(32, 64, 56, 56), 32),
     "swiglu": lambda: (half(16384, 1536),),
+    "layer_scale_add": lambda: (image(), image(), half(64, 1, 1)),
     "rotary_embedding": lambda: (half(*QUERY), half(*QUERY), *half(2, 1, *QUERY[2:])),
     "squeeze_excitation": lambda: (image(), half(4, 64), None, half(64, 4), None),
     "embedding": lambda: (half(16, 1024).long(), half(50257, 768)),

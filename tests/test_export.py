@@ -32,7 +32,7 @@ WITHOUT = {
     *("linear_cross_entropy_forward", "linear_cross_entropy_backward"),
     *("dropout", "dropout_backward"),
     "conv2d_join_skip",
-    "norm_with_residual",  # an eager step of a swapped model alone
+    *("norm_with_residual", "cast_with_residual"),  # an eager step of a swapped model alone
 }
 
 
@@ -71,6 +71,10 @@ def test_elementwise_ops(device):
     for form in ("gelu", "gelu_tanh", "silu", "sigmoid", "tanh"):
         y = same("activation", x, form)
         same("activation_backward", x.cos(), y, form)
+    for samples, mask in itertools.product((None, x[:, :1]), flags(2)):
+        same("layer_scale_add", x, x.cos(), y[0], samples)
+        same("layer_scale_add", x.bfloat16(), x.cos(), y[0], samples)
+        same("layer_scale_add_backward", x.cos(), x, y[0], samples, mask)
 
 
 def test_products(device):

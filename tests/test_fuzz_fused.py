@@ -172,6 +172,29 @@ def test_squeeze_excitation(device, dtype):
 
 
 @each_dtype
+def test_layer_scale_add(device, dtype):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype)
+        if draw(st.booleans(), label="image"):
+            shape = (draw(SMALL), draw(FEATURES), draw(SMALL), draw(SMALL))
+            of_channels = (shape[1], 1, 1)
+        else:
+            shape = (draw(SMALL), *draw(st.lists(SMALL, max_size=1)), draw(FEATURES))
+            of_channels = shape[-1:]
+        wide = torch.float32 if dtype.itemsize == 2 and draw(st.booleans(), label="wide") else dtype
+        args = [make(*shape), make(*shape, dtype=wide), make(*of_channels, dtype=wide)]
+        args.append(make.maybe(shape[0], *(1,) * (len(shape) - 1), grad=False))
+
+        def native(x, residual, scale, sample_scale):
+            scaled = scale * x
+            return residual + (scaled if sample_scale is None else scaled * sample_scale)
+
+        check(make, errors, F.layer_scale_add, native, args)
+
+    run(test, CASES)
+
+
+@each_dtype
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 def test_gated_activation(device, dtype, name):
     def test(draw, errors):

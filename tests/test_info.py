@@ -118,6 +118,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     F.quantize_rows(x, torch.int8)
     _ops.ops.scaled_linear(x, x, x, x, None, torch.bfloat16)
     _ops.ops.gated_activation(x, x, "silu")
+    F.layer_scale_add(x, x, x)
     F.rotary_embedding(x, x, x, x)
     F.max_pool2d(x, 2)
     F.max_pool2d_with_indices(x, 2)

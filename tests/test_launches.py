@@ -91,6 +91,13 @@ def gated(*operands):
     return operands, lambda: F.swiglu(*operands)
 
 
+def layer_scale_add(x, residual):
+    residual = residual.detach().float().requires_grad_()
+    scale = torch.randn(x.shape[1], 1, 1, device="cuda").requires_grad_()
+    factors = torch.ones(x.shape[0], 1, 1, 1, device="cuda")
+    return (x, residual, scale), lambda: F.layer_scale_add(x, residual, scale, factors)
+
+
 def rotary(query, key):
     cos, sin = torch.randn(2, 1, query.shape[2], query.shape[3], device=query.device)
     return (query,), lambda: F.rotary_embedding(query, key, cos, sin)[0]
@@ -181,6 +188,11 @@ CASES = {
     "gelu": (lambda: pointwise(F.gelu, random(512, 768)), 1, 1),
     "swiglu": (lambda: gated(random(512, 768), random(512, 768)), 1, 1),
     "swiglu, packed": (lambda: gated(random(512, 1536, dtype=BF16)), 1, 1),
+    "layer_scale_add": (  # the gradients with a part of the channels' sums, and the sum of the parts
+        lambda: layer_scale_add(channels_last(64, 96, 56, 56), channels_last(64, 96, 56, 56)),
+        1,
+        2,
+    ),
     "rotary_embedding": (lambda: rotary(random(2, 8, 512, 64), random(2, 2, 512, 64)), 1, 1),
     "cumsum": (lambda: scan(random(512, 768), 1), 1, 1),
     "cumsum, another dimension": (lambda: scan(random(64, 768), 0), 1, 1),

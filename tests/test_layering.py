@@ -11,7 +11,8 @@ SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
 MAX_LINES = 500
 COMPOSED = {"linear_cross_entropy"}  # of other ops' kernels: none of its own
 COMPOSED_ON_CPU = {
-    *("conv2d_batch_norm", "conv2d_batch_norm_relu_max_pool2d", "squeeze_excitation"),
+    *("conv2d_batch_norm", "conv2d_batch_norm_relu_max_pool2d"),
+    *("layer_scale_add", "squeeze_excitation"),
 }
 # An op includes files of another only if it is made of it. What others share has a shared folder.
 MADE_OF = {
@@ -300,6 +301,7 @@ WITHOUT_PLAN = {
     "launch_fft_product",
     "launch_fft_repair",
     "launch_philox_state",
+    "launch_widen_and_add",
 }
 
 

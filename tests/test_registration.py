@@ -197,6 +197,10 @@ def record_row_ops(leaf, device):
         torch.autograd.grad(outputs, leaf, [torch.ones_like(t) for t in outputs])
     for gate, up in ((leaf, leaf.detach() * 2), (leaf[..., :6], None)):
         double_backward(F.swiglu, (gate, up), {})
+    samples = torch.ones(leaf.shape[0], *(1,) * (leaf.dim() - 1), device=device)
+    vector = torch.ones(leaf.shape[-1], device=device, requires_grad=True)
+    double_backward(F.layer_scale_add, (leaf, leaf.detach() * 2, vector, samples), {})
+    F.layer_scale_add(leaf, leaf.detach(), vector).sum().backward()
     tables = torch.randn(2, 1, 5, 6, device=device)
     double_backward(
         lambda *a: torch.cat(F.rotary_embedding(*a), 1),

@@ -55,6 +55,7 @@ CALLS = {
     "geglu": lambda x, *_: F.geglu(x[..., :40]),
     "add_layer_norm": lambda x, *p: sum(F.add_layer_norm(*2 * [x.movedim(1, -1)], (20,), *p)),
     "add_rms_norm": lambda x, w, _: sum(F.add_rms_norm(*2 * [x.movedim(1, -1)], (20,), w)),
+    "layer_scale_add": lambda x, scale, _: F.layer_scale_add(x, x.cos(), scale[:, None, None]),
     "rotary_embedding": lambda x, *_: sum(
         F.rotary_embedding(*2 * [x[..., :40]], *x[:1, :2, :, :40].detach().unbind(1))
     ),

@@ -280,7 +280,7 @@ def test_flops_of_squeeze_excitation(device, needs):
 
 # Functions without a product; dropout's and norms' arithmetic counts for nothing in native, too.
 WITHOUT_PRODUCTS = re.compile(
-    r"relu_?|gelu|silu|sigmoid|tanh|dropout|swiglu|geglu|rotary_embedding|embedding|quantize_rows|"
+    r"relu_?|gelu|silu|sigmoid|tanh|dropout|swiglu|geglu|layer_scale_add|(rotary_)?embedding|quantize_rows|"
     r"(log_)?softmax|(layer|rms|group|instance|batch)_norm(_\w+)?|add_(layer|rms)_norm|"
     r"cum(sum|prod)|logcumsumexp|linear_scan|sum|mean|amax|logsumexp|var|std|cross_entropy|"
     r"(relu_)?max_pool2d(_with_indices)?"

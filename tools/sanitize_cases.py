@@ -36,6 +36,7 @@ CASES = {
     "dropout": pointwise.dropout_cases,
     "relu": pointwise.relu_cases,
     "gated_activation": pointwise.gated_activation_cases,
+    "layer_scale_add": pointwise.layer_scale_add_cases,
     "squeeze_excitation": pointwise.squeeze_excitation_cases,
     "rotary_embedding": pointwise.rotary_embedding_cases,
     "cumsum": rows.cumsum_cases,

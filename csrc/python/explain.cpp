@@ -400,6 +400,7 @@ void define_explain(py::module_& m) {
   define_explain_attention(m);
   define_explain_elementwise(m);
   define_explain_embedding(m);
+  define_explain_layer_scale_add(m);
   define_explain_linear(m);
   define_explain_linear_8bit(m);
   define_explain_reduction(m);

@@ -38,11 +38,12 @@ inline int64_t numel(const TensorLayout& x) {
 
 // Adds explain_<op>() to the module. Each returns one line per kernel of a call and its backward.
 void define_explain(pybind11::module_& m);
-// Its parts: attention, elementwise ops, embedding, the matrix product's ops, reductions and scans,
-// squeeze-and-excitation, FFT convolution.
+// Its parts: attention, elementwise ops, embedding, layer_scale_add, the matrix product's ops,
+// reductions and scans, squeeze-and-excitation, FFT convolution.
 void define_explain_attention(pybind11::module_& m);
 void define_explain_elementwise(pybind11::module_& m);
 void define_explain_embedding(pybind11::module_& m);
+void define_explain_layer_scale_add(pybind11::module_& m);
 void define_explain_linear(pybind11::module_& m);
 void define_explain_linear_8bit(pybind11::module_& m);
 void define_explain_reduction(pybind11::module_& m);

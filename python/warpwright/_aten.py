@@ -442,3 +442,13 @@ def gated_activation_backward(
     if not packed or of_gate is None or of_up is None:
         return of_gate, of_up
     return torch.cat((of_gate, of_up), -1), None
+
+
+def layer_scale_add_backward(
+    grad: Tensor, input: Tensor, scale: Tensor, sample_scale: Tensor | None, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    if sample_scale is not None:
+        grad = grad * sample_scale
+    of_input = (grad * scale).to(input.dtype) if mask[0] else None
+    of_scale = (grad * input).sum_to_size(scale.shape).to(scale.dtype) if mask[1] else None
+    return of_input, of_scale

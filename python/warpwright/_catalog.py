@@ -28,6 +28,7 @@ from ._operators import (
     CROSS_ENTROPY,
     FFT_CONV,
     GATED_ACTIVATION,
+    LAYER_SCALE_ADD,
     LINEAR,
     LINEAR_ACTIVATION,
     LINEAR_QUANTIZED,
@@ -277,6 +278,13 @@ _RECORDS = (
             folders=("gated_activation",),
         )
         for name, layer in (("swiglu", "SwiGLU"), ("geglu", "GEGLU"))
+    ),
+    Op(
+        "layer_scale_add",
+        LAYER_SCALE_ADD,
+        is_plain=True,
+        explain="layer_scale_add",
+        cpu="ATen's operators, as native's formula",
     ),
     Op(
         "rotary_embedding",

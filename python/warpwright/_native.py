@@ -295,6 +295,13 @@ def gated_activation(gate: Tensor, up: Tensor | None, activation: str) -> Tensor
     return ACTIVATIONS[activation](gate) * up
 
 
+def layer_scale_add(
+    input: Tensor, residual: Tensor, scale: Tensor, sample_scale: Tensor | None = None
+) -> Tensor:
+    scaled = scale * input
+    return residual + (scaled if sample_scale is None else scaled * sample_scale)
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     """The formula of arXiv 2104.09864; ``inverse`` is its transpose."""
 

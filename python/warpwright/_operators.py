@@ -76,6 +76,20 @@ GATED_ACTIVATION = (
         is_fused_by_inductor=always,
     ),
 )
+LAYER_SCALE_ADD = (
+    Operator(
+        "layer_scale_add",
+        _native.layer_scale_add,
+        _native.layer_scale_add,
+        is_fused_by_inductor=always,
+    ),
+    Operator(
+        "layer_scale_add_backward",
+        aten=_aten.layer_scale_add_backward,
+        is_fused_by_inductor=always,
+    ),
+    Operator("cast_with_residual", composed=True),
+)
 QUANTIZE_ROWS = Operator("quantize_rows", _native_8bit.quantize_rows, _native_8bit.quantize_rows)
 SCALED_LINEAR = Operator(
     "scaled_linear",

@@ -56,6 +56,10 @@ def calls(device: str) -> dict[str, Call]:
         **{op: ([random(32, 64)], {"dim": 1}) for op in SCANS},
         **{op: ([random(64, 128), random(96, 128), random(96)], {}) for op in LINEAR},
         **{op: ([random(32, 64), random(32, 64)], {}) for op in GATED},
+        "layer_scale_add": (
+            [random(4, 8, 16, 16), random(4, 8, 16, 16), random(8, 1, 1), random(4, 1, 1, 1)],
+            {},
+        ),
         "batch_norm_relu": ([random(4, 8, 16, 16), *running, random(8), random(8)], {}),
         "relu_max_pool2d": ([random(4, 8, 16, 16)], {"kernel_size": 2}),
         "linear_cross_entropy": ([random(16, 32), random(10, 32), labels], {}),
@@ -74,6 +78,7 @@ COMPOSED: dict[str, Callable[..., Tensor]] = {
     "linear_silu": lambda x, weight, bias: native.silu(native.linear(x, weight, bias)),
     "swiglu": lambda gate, up: native.silu(gate) * up,
     "geglu": lambda gate, up: native.gelu(gate) * up,
+    "layer_scale_add": lambda x, residual, scale, of_samples: residual + scale * x * of_samples,
     "batch_norm_relu": lambda *arguments: native.relu(native.batch_norm(*arguments)),
     "relu_max_pool2d": lambda x, kernel_size: native.max_pool2d(native.relu(x), kernel_size),
     "linear_cross_entropy": lambda x, weight, target: native.cross_entropy(x @ weight.T, target),

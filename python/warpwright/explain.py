@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -174,6 +174,25 @@ def _linear_8bit(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 def _gated_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     gate, up = a["gate"], a["up"]
     return _C.explain_gated_activation(dtype_name(gate), operand_of(gate), up is None)
+
+
+def _layer_scale_add(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x, residual, scale, sample_scale = a["input"], a["residual"], a["scale"], a["sample_scale"]
+    tensors = [t for t in (x, residual, scale, sample_scale) if t is not None]
+    dtype = reduce(torch.promote_types, [t.dtype for t in tensors])
+    channels = [x.dim() + d for d in range(-scale.dim(), 0) if scale.shape[d] != 1]
+    if not channels or residual.dtype != dtype:
+        reason = "the residual is not of the result's type" if channels else "scale has one value"
+        return [("forward, backward", f"one ATen operator after the other: {reason}")]
+    return _C.explain_layer_scale_add(
+        dtype_name(x),
+        str(dtype).removeprefix("torch."),
+        operand_of(x),
+        operand_of(residual),
+        channels[0],
+        sample_scale is not None,
+        gpu,
+    )
 
 
 def _rotary_embedding(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

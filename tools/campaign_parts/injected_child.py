@@ -105,6 +105,7 @@ def image_calls(t: Made, images: torch.Tensor, vector: torch.Tensor) -> Argument
         ),
         "group_norm": (F.group_norm, (images, 4, vector, vector), {}),
         "squeeze_excitation": (F.squeeze_excitation, (images, *excitation), {}),
+        "layer_scale_add": (F.layer_scale_add, (images, images.cos(), t(16, 1, 1)), {}),
         "fft_conv1d": (F.fft_conv1d, (t(4, 16, 900), t(16, 1, 200), vector), {"groups": 16}),
     }
 

@@ -30,6 +30,7 @@ TESTS = {
     "functional/_embedding.py": ["test_embedding*.py"],
     "functional/_group_norm.py": ["test_group_norm.py"],
     "functional/_kv_cache.py": ["test_attention_with_kv_cache*.py"],
+    "functional/_layer_scale.py": ["test_layer_scale_add*.py"],
     "functional/_linear.py": [
         "test_linear.py",
         "test_linear_tiles.py",

@@ -32,6 +32,7 @@ FILES = [
     "test_batch_norm_relu_max_pool2d.py",
     "test_layer_norm.py",
     "test_add_norm.py",
+    "test_layer_scale_add.py",
     "test_group_norm.py",
     "test_softmax.py",
     "test_reduction.py",

@@ -1,4 +1,4 @@
-"""Pointwise ops, gates, rotary embedding, squeeze-and-excitation and the optimizers."""
+"""Pointwise ops, gates, scaled layers, rotary embedding, squeeze-and-excitation, the optimizers."""
 
 import torch
 
@@ -43,6 +43,24 @@ def gated_activation_cases():
         yield f"gelu-{form}", F.geglu, (rand(5, 24), rand(5, 24)), {"approximate": form}
     yield "misaligned", lambda g, u: F.swiglu(misaligned(g), u), (rand(1027), rand(1027)), {}
     yield "views", lambda x: F.swiglu(x[:, :24], x[:, 24:48]), (rand(9, 56),), {}
+
+
+def layer_scale_add_cases():
+    """Whole vectors and elements, sums in one part and in several; single ops for planes."""
+    last = torch.channels_last
+    for n, c, h, w in ((1, 1, 1, 1), (2, 7, 5, 3), (3, 24, 9, 9), (2, 520, 7, 7), (2, 96, 40, 41)):
+        x, residual = (rand(n, c, h, w).to(memory_format=last) for _ in range(2))
+        scale, samples = rand(c, 1, 1), (torch.arange(n) % 2 / 0.9).double().view(n, 1, 1, 1)
+        name = f"{n}x{c}x{h}x{w}"
+        yield name, F.layer_scale_add, (x, residual, scale), {}
+        scaled = lambda *a, s=samples: F.layer_scale_add(*a, s.to(a[0]))  # noqa: E731
+        yield f"{name}-samples", scaled, (x, residual, scale), {}
+        wide = lambda x, *a: F.layer_scale_add(x, *(t.float() for t in a)).to(x.dtype)  # noqa: E731
+        yield f"{name}-float32", wide, (x, residual, scale), {}
+    rows = rand(37, 64), rand(37, 64), rand(64)
+    off = lambda x, *a: F.layer_scale_add(misaligned(x), *a)  # noqa: E731
+    yield "misaligned", off, rows, {}
+    yield "planes", F.layer_scale_add, (rand(2, 5, 7, 6), rand(2, 5, 7, 6), rand(5, 1, 1)), {}
 
 
 def squeeze_excitation_cases():

@@ -11,6 +11,7 @@ convolution         N; batched weights, and their gradient per sample: groups
 layer and RMS norm  rows; gradients of the weight per sample: ATen's sums
 group norm          N; with weights per sample, and in the backward, groups
 squeeze-excitation  N, without weights per sample and their gradients
+layer_scale_add     N, without scales per sample and their gradients
 batch norm          N if only the input is batched and the statistics are given, else channels
 pooling             N
 cross-entropy       rows, without a reduction; the reduction per sample follows
@@ -40,6 +41,7 @@ from . import (
     _elementwise,
     _embedding,
     _group_norm,
+    _layer_scale,
     _linear_cross_entropy,
     _losses,
     _norm_and_pool,
@@ -70,6 +72,7 @@ RULES: dict[str, Rule] = {
     "dropout_backward": _elementwise.dropout_backward,
     "gated_activation": _elementwise.gated_activation,
     "gated_activation_backward": _elementwise.gated_activation_backward,
+    **_layer_scale.RULES,
     "rotary_embedding": _elementwise.rotary_embedding,
     "cumsum": _scan.plain_scan(ops.cumsum),
     "cumprod": _scan.plain_scan(ops.cumprod),
@@ -136,6 +139,7 @@ COMPOSED = (
     "linear_cross_entropy_extras",
     "mlp",
     "norm_with_residual",
+    "cast_with_residual",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_extras",
     "scaled_dot_product_attention_lse",

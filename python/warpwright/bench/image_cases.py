@@ -1,4 +1,4 @@
-"""Cases of images: squeeze-and-excitation of EfficientNet-B0 and MobileNetV3-L, and first layers."""
+"""Cases of images: squeeze-and-excitation, the residual blocks of ConvNeXt-T, and first layers."""
 
 from __future__ import annotations
 
@@ -52,6 +52,54 @@ def _squeezed(
         _work.traffic(e, 2, 3).of("bytes"),
         native=native,
     )
+
+
+def _layer_scaled(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    layout: str,
+    scales_samples: bool = False,
+) -> Case:
+    """A block's end under autocast: the residual and the scale stay float32.
+
+    The fewest bytes: input, residual and output; the gradient of the output, the input and its
+    gradient. The residual's gradient is the output's.
+    """
+    size = torch.Size(shape).numel()
+    narrow, wide = size * dtype.itemsize, size * 4
+
+    def make(device: str) -> Inputs:
+        inputs = {
+            "x": _randn(shape, dtype, device, layout),
+            "residual": _randn(shape, FP32, device, layout),
+            "scale": _randn((shape[1], 1, 1), FP32, device),
+        }
+        if scales_samples:
+            kept = torch.rand((shape[0], 1, 1, 1), device=device) < 0.9
+            inputs["sample_scale"] = (kept / 0.9).to(dtype)
+        return inputs
+
+    def native(F: Any, i: Inputs) -> Tensor:
+        scaled = i["scale"] * i["x"]
+        if scales_samples:
+            scaled = scaled * i["sample_scale"]
+        result: Tensor = i["residual"] + scaled
+        return result
+
+    return Case(
+        "layer_scale_add",
+        "x".join(map(str, shape)) + (", factors of samples" if scales_samples else ""),
+        dtype,
+        layout,
+        make,
+        lambda F, i: F.layer_scale_add(*i.values()),
+        {"fwd": narrow + 2 * wide, "bwd": 2 * narrow + wide},
+        native=native,
+    )
+
+
+# (channels, side)
+_OF_CONVNEXT = ((96, 56), (192, 28), (384, 14), (768, 7))
 
 
 # (channels, squeezed, side)
@@ -114,6 +162,8 @@ IMAGES = [
     *(_squeezed((256, c, n, n), s, BF16, NHWC, MOBILENET) for c, s, n in _OF_MOBILENET),
     _squeezed((256, 144, 56, 56), 6, BF16, NCHW),
     _squeezed((256, 144, 56, 56), 6, FP32, NHWC),
+    *(_layer_scaled((128, c, n, n), BF16, NHWC) for c, n in _OF_CONVNEXT),
+    _layer_scaled((128, 96, 56, 56), BF16, NHWC, scales_samples=True),
     *(_first_layer((1024, 1, 28, 28), 32, 3, layout) for layout in (NHWC, NCHW)),
     *(_first_layer((1024, 1, 28, 28), 32, 5, layout) for layout in (NHWC, NCHW)),
     *(_first_layer((1024, 3, 32, 32), 64, 3, layout) for layout in (NHWC, NCHW)),
@@ -121,5 +171,6 @@ IMAGES = [
 SMALL_IMAGES = [
     _squeezed((8, 96, 28, 28), 4, FP32, NCHW),
     _squeezed((8, 96, 28, 28), 4, FP32, NHWC, MOBILENET),
+    _layer_scaled((8, 96, 28, 28), FP32, NHWC, scales_samples=True),
     *(_first_layer((64, 1, 28, 28), 32, 3, layout) for layout in (NHWC, NCHW)),
 ]

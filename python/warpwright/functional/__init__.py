@@ -16,6 +16,7 @@ from ._embedding import embedding
 from ._fft_conv import fft_conv1d, fft_conv2d
 from ._group_norm import group_norm, instance_norm
 from ._kv_cache import attention_with_kv_cache
+from ._layer_scale import layer_scale_add
 from ._linear import linear, linear_gelu, linear_relu, linear_silu, mlp
 from ._linear_8bit import linear_fp8, linear_int8, quantize_rows
 from ._loss import cross_entropy, linear_cross_entropy
@@ -68,6 +69,7 @@ __all__ = [
     "group_norm",
     "instance_norm",
     "layer_norm",
+    "layer_scale_add",
     "linear",
     "linear_cross_entropy",
     "linear_fp8",

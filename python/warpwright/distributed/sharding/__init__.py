@@ -22,6 +22,7 @@ from . import (
     _elementwise,
     _embedding,
     _kv_cache,
+    _layer_scale,
     _linear_cross_entropy,
     _losses,
     _norms,
@@ -37,6 +38,7 @@ from ._table import Rule, register
 RULES: dict[str, Rule] = {
     **_products.RULES,
     **_elementwise.RULES,
+    **_layer_scale.RULES,
     **_norms.RULES,
     **_attention.RULES,
     **_scan.RULES,
