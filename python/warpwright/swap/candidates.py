@@ -26,13 +26,15 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def may_be_rewritten(module: nn.Module) -> bool:
-    """Whether ``module``'s forward may call a norm or a convolution next to a shortcut, call
-    attention, or take views apart after a permutation."""
+    """Whether ``module``'s forward may call a norm or a convolution next to a shortcut, scale a branch
+    by a parameter, call attention, or take views apart after a permutation."""
     if not has_own_forward(module):
         return False
     if any(type(m) in CONVOLUTIONS for m in _called_by(module)):
         return not isinstance(module, nn.Sequential)
     if any(type(m) in NORMS for m in _called_by(module)):
+        return True
+    if any(p is not None for p in module._parameters.values()) and [*module.children()]:
         return True
     names = _names_in(type(module))
     if "scaled_dot_product_attention" in names:

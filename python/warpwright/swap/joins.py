@@ -44,6 +44,22 @@ def skip_of(input: Tensor, output: Any) -> Tensor:
     return skip if ops.conv2d_join_skip(skip, input, output) else input
 
 
+def first_layer(block: Block, node: fx.Node, source: fx.Node) -> nn.Module | None:
+    """The layer that reads ``source`` if ``node`` calls one, perhaps inside of containers."""
+    if node.op != "call_module" or not node.args or node.args[0] is not source:
+        return None
+    fused: Any = node.kwargs.get("fused")
+    convolution = fused.get("conv") if isinstance(fused, dict) else None
+    if isinstance(convolution, fx.Node):
+        return block.module.get_submodule(str(convolution.target))
+    layer: nn.Module = block.module.get_submodule(str(node.target))
+    while isinstance(layer, nn.Sequential) and len(layer) > 0:
+        if _forward_of(type(layer)) is not nn.Sequential.forward:
+            return None
+        layer = layer[0]
+    return layer
+
+
 class JoinPass:
     """Joins the gradients of shortcuts in one graph. ``notes`` has a remark on each convolution."""
 
@@ -78,30 +94,15 @@ class JoinPass:
                 self.notes[convolution] = JOINS
             return
 
-    def _first_layer(self, node: fx.Node, source: fx.Node) -> nn.Module | None:
-        """The layer that reads ``source`` if ``node`` calls one, perhaps inside of containers."""
-        if node.op != "call_module" or not node.args or node.args[0] is not source:
-            return None
-        fused: Any = node.kwargs.get("fused")
-        convolution = fused.get("conv") if isinstance(fused, dict) else None
-        if isinstance(convolution, fx.Node):
-            return self.block.module.get_submodule(str(convolution.target))
-        layer: nn.Module = self.block.module.get_submodule(str(node.target))
-        while isinstance(layer, nn.Sequential) and len(layer) > 0:
-            if _forward_of(type(layer)) is not nn.Sequential.forward:
-                return None
-            layer = layer[0]
-        return layer
-
     def _convolution(self, node: fx.Node, source: fx.Node) -> nn.Module | None:
-        layer = self._first_layer(node, source)
+        layer = first_layer(self.block, node, source)
         is_ours = layer is not None and issubclass(self.kind_of(layer), ours.Conv2d)
         return layer if is_ours and source not in node.args[1:] else None
 
     def _only_reads(self, node: fx.Node, source: fx.Node) -> bool:
         """Whether ``node`` computes a new tensor of ``source``."""
         if node.op == "call_module":
-            layer: Any = self._first_layer(node, source)
+            layer: Any = first_layer(self.block, node, source)
             if layer is None:  # the residual of a fused chain
                 layer = self.block.module.get_submodule(str(node.target))
             return isinstance(layer, READERS)
@@ -110,7 +111,7 @@ class JoinPass:
     def _may_write_to(self, node: fx.Node, source: fx.Node) -> bool:
         """Whether ``node`` changes ``source``, as far as its graph and the layer's options show."""
         if node.op == "call_module":
-            layer = self._first_layer(node, source)
+            layer = first_layer(self.block, node, source)
             return layer is not None and bool(getattr(layer, "inplace", False))
         return self.block.may_write(node) and bool(node.args) and node.args[0] is source
 

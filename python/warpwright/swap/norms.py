@@ -34,8 +34,13 @@ def _has_float32_vectors(layer: nn.Module) -> bool:
 
 
 def norm_for_products(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``, under autocast in the dtype of the products that read it."""
-    dtype = dtype_of_products(x)
+    """``layer(x)``, under autocast in the dtype of the products that read it.
+
+    Autocast would cast 16-bit rows to float32 for a layer norm, and its result back. The kernel reads
+    and writes 16 bits, and computes in float32.
+    """
+    narrow = isinstance(layer, nn.LayerNorm)
+    dtype = dtype_of_products(x, narrow)
     if dtype is None or not _has_float32_vectors(layer):
         return layer(x)  # type: ignore[no-any-return]
     norm = LAYER_NORM if isinstance(layer, nn.LayerNorm) else RMS_NORM

@@ -117,15 +117,15 @@ def plan_swap(
     # A layer that calls others and runs on an op of ours has no chain of its own.
     whole = {m for m in entries if (m in chosen or type(m) in NATIVE_LAYERS) and [*m.children()]}
     found = plan_fusions(model, why_not_fused, wanted, whole)
-    for module, into in found.absorbed.items():
-        if entries[module].reason in WITHOUT_LAYER:
-            entries[module] = replace(entries[module], reason=f"{PART}{into}")
     for module, kind in found.classes.items():
         chosen[module] = kind
         if kind in NATIVE_LAYERS:
             entry = entries[module]
             entries[module] = replace(entry, swapped=True, reason="", fused=kind.__name__)
     norms = plan_rewrites(model, chosen, found, wanted, why_left)
+    for module, into in found.absorbed.items():
+        if entries[module].reason in WITHOUT_LAYER:
+            entries[module] = replace(entries[module], reason=f"{PART}{into}")
     chosen.update({m: kind for m, kind in found.classes.items() if m in found.blocks})
     blocks, notes = plan_blocks(model, chosen, why_left)
     chosen.update(blocks)

@@ -221,14 +221,16 @@ def _find(module: nn.Module, base: type[nn.Module], kind_of: Kind) -> _Found | N
     return _Found(block, (first, second), tuple(layers))
 
 
-def dtype_of_products(x: Any) -> Dtype:
-    """Autocast's dtype, if it is on and ``x`` is float32."""
-    if not isinstance(x, Tensor) or x.dtype != torch.float32:
+def dtype_of_products(x: Any, narrow: bool = False) -> Dtype:
+    """Autocast's dtype, if it is on and ``x`` is float32; with ``narrow`` also if ``x`` has it."""
+    if not isinstance(x, Tensor) or type(x) not in PLAIN:
         return None
-    if not torch.is_autocast_enabled(x.device.type) or type(x) not in PLAIN:
+    if not torch.is_autocast_enabled(x.device.type):
         return None
     dtype = torch.get_autocast_dtype(x.device.type)
-    return dtype if dtype in NARROW else None
+    if dtype not in NARROW or not (x.dtype == torch.float32 or (narrow and x.dtype == dtype)):
+        return None
+    return dtype
 
 
 _classes: dict[tuple[type[nn.Module], _Found], type[nn.Module]] = {}

@@ -1,4 +1,4 @@
-"""Changes of traced forwards besides chains of layers: norms, views, shortcuts and functions."""
+"""Changes of traced forwards besides chains: norms, views, shortcuts, functions, layer scale."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
-from . import functions
+from . import functions, scales
 from .blocks import block_class
 from .functions import FunctionPass
 from .fuse import Fusion, Plan
 from .joins import JoinPass
 from .norms import NormPass
 from .residual import block_of
+from .scales import ScalePass
 from .trace import NotTraceable
 from .views import INTO, ViewPass
 
@@ -48,7 +49,8 @@ def plan_rewrites(
         views = [ViewPass(block) for block in blocks]
         joins = [JoinPass(block, kind_of) for block in blocks]
         calls = [FunctionPass(block, ops) for block in blocks]
-        passes = zip(norms, views, joins, calls, strict=True)
+        scaled = [ScalePass(block, kind_of) for block in blocks]
+        passes = zip(norms, views, joins, calls, scaled, strict=True)
         changed = [sum(p.run() for p in of_block) > 0 for of_block in passes]  # all run
         if True not in changed:
             continue
@@ -68,4 +70,8 @@ def plan_rewrites(
         found.fusions += [Fusion(name, chain, INTO, "") for chain in chains]
         if any(call.count for call in calls):
             found.fusions.append(Fusion(name, functions.CHAIN, functions.INTO, ""))
+        for scale in scaled:
+            found.absorbed.update(dict.fromkeys(scale.absorbed, scales.INTO))
+        if any(scale.count for scale in scaled):
+            found.fusions.append(Fusion(name, scales.CHAIN, scales.INTO, ""))
     return notes

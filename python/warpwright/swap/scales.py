@@ -1,0 +1,216 @@
+"""Layer scale with the addition of the shortcut after it: one op in place of two or three.
+
+``x + drop(scale * f(x))``, where ``scale`` has a value per channel, and ``drop`` perhaps scales whole
+samples (stochastic depth). The forward moves each tensor once, and one pass of the backward computes
+the gradients of the branch and of ``scale``. ``drop`` draws its factors from the same random numbers.
+
+Under autocast a float32 ``x`` is cast for the product or convolution that ``f`` begins with. The cast
+and the shortcut then belong to one node, whose kernel adds their gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import Identity
+
+from .. import functional as F
+from .. import nn as ours
+from .._arch import PLAIN
+from .._ops import ops
+from .blocks import Layer, is_hooked
+from .fuse import Block
+from .joins import first_layer, skip_of
+from .readers import Kind
+from .residual import dtype_of_products
+from .steps import is_in_place
+
+CHAIN = "layer scale → add"
+INTO = "layer_scale_add"
+
+# Layers that multiply each sample by a factor, by module and name, and the attribute that holds the
+# probability of zero. With 0, and in evaluation, they return their input.
+SAMPLE_SCALES = {
+    ("torchvision.ops.stochastic_depth", "StochasticDepth"): "p",
+    ("timm.layers.drop", "DropPath"): "drop_prob",
+}
+# Layers that return ``x * gamma``, and the attribute that would make them write into x.
+LAYER_SCALES = {("timm.layers.layer_scale", "LayerScale"): "inplace"}
+PRODUCTS = (operator.mul, torch.mul)
+ADDITIONS = (operator.add, operator.iadd, torch.add)
+RESHAPES = ("reshape", "view")
+
+
+def _name(layer: nn.Module) -> tuple[str, str]:
+    return type(layer).__module__, type(layer).__name__
+
+
+def _sample_scale(drop: Any, input: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The factors that ``drop`` would multiply ``input`` by; None if it would return it."""
+    if drop is None or not drop.training:
+        return None
+    if not getattr(drop, SAMPLE_SCALES[_name(drop)]):
+        return None
+    shape = (input.shape[0], *(1 for _ in input.shape[1:]))
+    return drop(torch.ones(shape, dtype=dtype, device=input.device))  # type: ignore[no-any-return]
+
+
+def scale_and_add(
+    scale: Tensor, input: Tensor, residual: Tensor, drop: Any, in_place: bool
+) -> Tensor:
+    """``drop(scale * input) + residual``; ``in_place``: the sum has the dtype of the product."""
+    tensors = (scale, input, residual)
+    if all(type(t) in PLAIN or type(t) is nn.Parameter for t in tensors):
+        dtype = torch.promote_types(input.dtype, scale.dtype)
+        fits = input.shape == residual.shape and input.dim() > 1 and input.is_floating_point()
+        keeps = not in_place or torch.promote_types(dtype, residual.dtype) == dtype
+        per_channel = sum(size != 1 for size in scale.shape) == 1 and scale.dim() <= input.dim()
+        if fits and keeps and per_channel and not torch.compiler.is_compiling():
+            return F.layer_scale_add(input, residual, scale, _sample_scale(drop, input, dtype))
+    scaled = scale * input
+    if drop is not None:
+        scaled = drop(scaled)
+    return scaled.add_(residual) if in_place else scaled + residual
+
+
+def cast_and_shortcut(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` as autocast's products read it, and ``x`` for the shortcut around them."""
+    dtype = dtype_of_products(x)
+    if dtype is None or torch.compiler.is_compiling() or not x.requires_grad:
+        return x, x
+    shortcut, cast = ops.cast_with_residual(x, dtype)
+    return cast, shortcut
+
+
+class ScalePass:
+    """Joins such chains in one graph; ``count`` of them. ``absorbed``: the layers that they had."""
+
+    def __init__(self, block: Block, kind_of: Kind) -> None:
+        self.block, self.graph, self.kind_of, self.count = block, block.graph, kind_of, 0
+        self.absorbed: list[nn.Module] = []
+
+    def run(self) -> bool:
+        for node in list(self.graph.nodes):
+            if self._is_addition(node):
+                self._join(node)
+        return bool(self.count)
+
+    def _is_addition(self, node: fx.Node) -> bool:
+        is_function = node.op == "call_function" and node.target in ADDITIONS
+        is_method = node.op == "call_method" and node.target in ("add", "add_")
+        return (is_function or is_method) and len(node.args) == 2 and not node.kwargs
+
+    def _join(self, addition: fx.Node) -> None:
+        for branch, residual in (addition.args, addition.args[::-1]):
+            in_place = is_in_place(addition)
+            if in_place and branch is not addition.args[0]:
+                return  # it writes into the shortcut
+            if not isinstance(branch, fx.Node) or not isinstance(residual, fx.Node):
+                return
+            drop = self._layer(branch)
+            if drop is not None and _name(drop) not in SAMPLE_SCALES and type(drop) is not Identity:
+                drop = None
+            product = branch if drop is None else branch.args[0]
+            if branch is residual or not isinstance(product, fx.Node):
+                continue
+            found = self._factors(product)
+            alone = all(len(node.users) == 1 for node in {branch, product})
+            if found is None or not alone or self._is_written(product, addition):
+                continue
+            scale, input = found
+            with self.graph.inserting_before(addition):
+                if isinstance(scale, str):
+                    scale = self.graph.get_attr(scale)
+                scales_samples = drop is not None and type(drop) is not Identity
+                layer = self.graph.get_attr(str(branch.target)) if scales_samples else None
+                arguments = (scale, input, residual, layer, in_place)
+                joined = self.graph.call_function(scale_and_add, arguments)
+            addition.replace_all_uses_with(joined)
+            for node in dict.fromkeys((addition, branch, product)):
+                self.graph.erase_node(node)
+                if node.op == "call_module":
+                    self._depend_on(str(node.target))
+            self._join_shortcut(joined, residual)
+            self.count += 1
+            return
+
+    def _join_shortcut(self, joined: fx.Node, residual: fx.Node) -> None:
+        """Makes one node of the shortcut and of the cast for the only other reader of its source."""
+        source, follows = residual, joined  # `follows` reads the source for the shortcut
+        while self._passes_on(source):
+            source, follows = source.args[0], source  # type: ignore[assignment]
+        readers = [node for node in source.users if node is not follows]
+        if len(readers) != 1 or any(self.block.may_write(node) for node in self.graph.nodes):
+            return
+        (reader,) = readers
+        layer = first_layer(self.block, reader, source)
+        if layer is None or not issubclass(self.kind_of(layer), (ours.Conv2d, ours.Linear)):
+            return
+        if source in reader.args[1:] or source in reader.kwargs.values():
+            return
+        with self.graph.inserting_before(reader):
+            pair = self.graph.call_function(cast_and_shortcut, (source,))
+            cast = self.graph.call_function(operator.getitem, (pair, 0))
+            shortcut = self.graph.call_function(operator.getitem, (pair, 1))
+        reader.replace_input_with(source, cast)
+        follows.replace_input_with(source, shortcut)
+
+    def _passes_on(self, node: fx.Node) -> bool:
+        """Whether ``node`` returns its first argument, to one reader."""
+        is_skip = node.op == "call_function" and node.target is skip_of
+        return len(node.users) == 1 and (is_skip or type(self._layer(node)) is Identity)
+
+    def _layer(self, node: fx.Node) -> nn.Module | None:
+        """The layer that ``node`` calls with its input alone."""
+        if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return None
+        layer = self.block.module.get_submodule(str(node.target))
+        return None if is_hooked(layer) else layer
+
+    def _factors(self, node: fx.Node) -> tuple[fx.Node | str, fx.Node] | None:
+        """The scale, or its path, and what it scales, if ``node`` multiplies by a parameter."""
+        layer = self._layer(node)
+        if layer is not None and _name(layer) in LAYER_SCALES:
+            writes, scaled = getattr(layer, LAYER_SCALES[_name(layer)]), node.args[0]
+            if writes or not isinstance(scaled, fx.Node):
+                return None
+            return f"{node.target}.gamma", scaled
+        is_function = node.op == "call_function" and node.target in PRODUCTS
+        is_method = node.op == "call_method" and node.target == "mul"
+        if not (is_function or is_method) or len(node.args) != 2 or node.kwargs:
+            return None
+        first, second = node.args
+        if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+            return None
+        if self._is_parameter(first):
+            return first, second
+        return (second, first) if self._is_parameter(second) else None
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        if node.op == "call_method" and node.target in RESHAPES:
+            source = node.args[0]
+            return isinstance(source, fx.Node) and self._is_parameter(source)
+        if node.op != "get_attr":
+            return False
+        owner, _, name = str(node.target).rpartition(".")
+        return name in self.block.module.get_submodule(owner)._parameters
+
+    def _is_written(self, product: fx.Node, addition: fx.Node) -> bool:
+        """Whether anything on the way writes into a tensor; the product moves past it."""
+        node = product.next
+        while node is not addition:
+            if self.block.may_write(node):
+                return True
+            node = node.next
+        return False
+
+    def _depend_on(self, path: str) -> None:
+        """The graph holds while this layer has its class and no hooks."""
+        layer = self.block.module.get_submodule(path)
+        self.absorbed.append(layer)
+        writes = LAYER_SCALES.get(_name(layer))
+        held = () if writes is None else ((writes, False),)
+        self.block.layers[path] = Layer(tuple(path.split(".")), (type(layer),), held)
