@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -32,6 +32,8 @@ from warpwright import functional as F  # noqa: E402
 
 THREADS = 2
 Call = Callable[[], list[torch.Tensor]]
+Made = Callable[..., torch.Tensor]
+Arguments = dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
 
 def differentiated(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -45,21 +47,20 @@ def differentiated(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [o.detach() for o in outputs if o is not None]
 
 
-def small_calls() -> dict[str, Call]:
-    """Every public function on a few elements; each call has arguments of its own."""
+def copied(t: Any) -> Any:
+    return t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
 
-    def call(name: str) -> list[torch.Tensor]:
-        args, kwargs = public_calls("cpu", 0)[name]
-        return differentiated(getattr(F, name), args, kwargs)
 
-    return {name: lambda name=name: call(name) for name in public_calls("cpu", 0)}
+def small_arguments() -> Arguments:
+    """Every public function on a few elements."""
+    return {name: (getattr(F, name), *call) for name, call in public_calls("cpu", 0).items()}
 
 
 def rotated(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return torch.cat(F.rotary_embedding(q, q[:, :1], cos, sin), 1)
 
 
-def large_calls() -> dict[str, Call]:
+def large_arguments() -> Arguments:
     """Sizes that several threads share."""
     generator = torch.Generator().manual_seed(0)
 
@@ -68,17 +69,16 @@ def large_calls() -> dict[str, Call]:
 
     images, rows, q = t(4, 16, 48, 48), t(512, 300), t(2, 4, 200, 32)
     labels = torch.arange(512) % 300
-    found = {
+    return {
         **image_calls(t, images, t(16)),
         **row_calls(t, rows, labels),
         **product_calls(t, rows, labels),
         **attention_calls(t, q),
     }
-    return {name: lambda c=call: differentiated(*c) for name, call in found.items()}
 
 
-Made = Callable[..., torch.Tensor]
-Arguments = dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]
+def large_calls() -> dict[str, Call]:
+    return {name: lambda c=call: differentiated(*c) for name, call in large_arguments().items()}
 
 
 def image_calls(t: Made, images: torch.Tensor, vector: torch.Tensor) -> Arguments:
@@ -105,7 +105,7 @@ def image_calls(t: Made, images: torch.Tensor, vector: torch.Tensor) -> Argument
         ),
         "group_norm": (F.group_norm, (images, 4, vector, vector), {}),
         "squeeze_excitation": (F.squeeze_excitation, (images, *excitation), {}),
-        "layer_scale_add": (F.layer_scale_add, (images, images.cos(), t(16, 1, 1)), {}),
+        "layer_scale_add": (F.layer_scale_add, (images, images.detach().cos(), t(16, 1, 1)), {}),
         "fft_conv1d": (F.fft_conv1d, (t(4, 16, 900), t(16, 1, 200), vector), {"groups": 16}),
     }
 
@@ -191,30 +191,49 @@ class Report:
         self.add(None if same(call(), right) else f"{name}: other values after {after}")
 
 
+class Armed:
+    """A call, one of whose allocations may fail; failing_allocator.cpp is preloaded.
+
+    Its arguments are copied before it, so that their allocations do not count.
+    """
+
+    def __init__(self, call: tuple[Any, ...], seed: int) -> None:
+        self.function, self.arguments, self.seed = call[0], call[1:], seed
+        self.seen = 0  # allocations of the last call
+        self.library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+        self.library.warpwright_seen.restype = ctypes.c_long
+        self.library.warpwright_arm.argtypes = [ctypes.c_long]
+
+    def __call__(self, number: int = -1) -> list[torch.Tensor]:
+        """`number`: of the allocation that fails; 0: they are counted, -1: neither."""
+        args, kwargs = tree_map(copied, self.arguments)
+        torch.manual_seed(self.seed)
+        self.library.warpwright_arm(number)
+        try:
+            return differentiated(self.function, args, kwargs)
+        finally:
+            self.seen = self.library.warpwright_seen()
+            self.library.warpwright_arm(-1)
+
+
 def allocations(report: Report, seed: int) -> None:
-    """Every allocation of a call fails in turn; failing_allocator.cpp is preloaded."""
-    library = ctypes.CDLL(os.environ["LD_PRELOAD"])
-    library.warpwright_seen.restype = ctypes.c_long
-    library.warpwright_arm.argtypes = [ctypes.c_long]
-    calls = {**small_calls(), **{f"large {n}": c for n, c in large_calls().items()}}
-    for name, call in calls.items():
+    """Every allocation of a call fails in turn."""
+    large = {f"large {name}": call for name, call in large_arguments().items()}
+    for name, arguments in {**small_arguments(), **large}.items():
+        call = Armed(arguments, seed)
         call()
         right = call()
-        library.warpwright_arm(0)
-        call()
-        count = library.warpwright_seen()
+        call(0)
+        count = call.seen
         for number in range(1, count + 1):
-            library.warpwright_arm(number)
             try:
-                call()
+                call(number)
             except (RuntimeError, MemoryError):
                 pass
             except Exception as error:  # reported, with its type
                 report.add(
                     f"{name}: allocation {number} of {count}: {type(error).__name__}: {error}"
                 )
-            finally:
-                library.warpwright_arm(-1)
             report.check_again(name, call, right, f"allocation {number} of {count} failed")
 
 
