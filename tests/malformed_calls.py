@@ -205,7 +205,17 @@ def native_functions():
 
     def layer_scaled(x, residual, scale, sample_scale=None):
         scaled = scale * x
-        return residual + (scaled if sample_scale is None else scaled * sample_scale)
+        result = residual + (scaled if sample_scale is None else scaled * sample_scale)
+        # One shape, a factor per channel and one per sample; these ops broadcast more.
+        others = [t for t in (residual, scale, sample_scale) if t is not None]
+        fits = result.shape == x.shape == residual.shape and scale.dim() <= x.dim()
+        fits &= sum(size != 1 for size in scale.shape) <= 1 and x.is_floating_point()
+        fits &= all(t.is_floating_point() or t.is_complex() for t in others)
+        if sample_scale is not None:
+            fits &= sample_scale.shape == (*x.shape[:1], *(1 for _ in x.shape[1:]))
+        if not fits:
+            raise RuntimeError("an argument does not fit")
+        return result
 
     def excited(x, w1, b1, w2, b2, activation, scale_activation):
         for name, known in ((activation, ("relu", "silu")), (scale_activation, ("sigmoid",))):

@@ -321,6 +321,20 @@ def test_autocast(types):
     torch.testing.assert_close(narrow[1], expected[1].to(BF16), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("number", [-1, 99, 1000])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_numbers_that_are_no_dtype(number, differentiated, device):
+    """The backward as an operator: with a second derivative other code reads the number."""
+    x, vector = torch.randn(3, 6, device=device), torch.rand(6, device=device)
+    stats = torch.rand(3, 1, device=device)
+    dy = torch.randn(3, 6, device=device).requires_grad_(differentiated)
+    ops = torch.ops.warpwright
+    with pytest.raises(RuntimeError, match="add_rms_norm_backward: dtype: expected Float"):
+        ops.add_rms_norm_backward(x, dy, x, [6], vector, stats, number, [True] * 3)
+    with pytest.raises(RuntimeError, match="add_layer_norm_backward: dtype: expected Float"):
+        ops.add_layer_norm_backward(x, dy, x, [6], vector, stats, stats, number, [True] * 4)
+
+
 def test_explain():
     for residual, text in ((FP32, "through a ring"), (torch.float64, "persistent blocks")):
         x = torch.randn(64, 768, device="meta", dtype=residual)

@@ -65,11 +65,7 @@ void check_add_backward(const AddNormBackwardCall& call) {
   const Tensor& sum = call.sum;
   check_backward(call.norm());
   check_argument(call.grad_sum, call.name_of_grad_sum(), sum.sym_sizes(), sum.scalar_type(), sum);
-  TORCH_CHECK(is_type_beside(call.dtype, sum.scalar_type()),
-              call.centered ? "add_layer_norm_backward: dtype" : "add_rms_norm_backward: dtype",
-              ": expected ", sum.scalar_type(),
-              sum.scalar_type() == at::kFloat ? ", BFloat16 or Half" : ", the sum's", ", got ",
-              call.dtype);
+  check_branch_type(call.dtype, sum, call.centered);
 }
 
 // ---- calls ----

@@ -159,6 +159,7 @@ Tensors4 add_backward_autograd(const Tensor& grad_sum, const Tensor& grad_output
                                wanted);
     });
   }
+  check_branch_type(dtype, sum, /*centered=*/mean.defined());
   const bool any = wanted[0] || wanted[1];
   auto [dx, dw, db] =
       call_backward(grad_output, sum, shape, weight, mean, rstd, {any, wanted[2], wanted[3]});

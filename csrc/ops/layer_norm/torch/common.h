@@ -116,6 +116,16 @@ inline bool is_type_beside(at::ScalarType type, at::ScalarType input) {
   return type == input || (input == at::kFloat && (type == at::kBFloat16 || type == at::kHalf));
 }
 
+// The branch's type in the backward of add_layer_norm or add_rms_norm. A caller's number may be no
+// type at all.
+inline void check_branch_type(at::ScalarType dtype, const Tensor& sum, bool centered) {
+  const auto type = sum.scalar_type();
+  TORCH_CHECK(is_type_beside(dtype, type),
+              centered ? "add_layer_norm_backward: dtype" : "add_rms_norm_backward: dtype",
+              ": expected ", type, type == at::kFloat ? ", BFloat16 or Half" : ", the sum's",
+              ", got ", dtype);
+}
+
 inline void check_output_type(const LayerNormCall& call) {
   const auto input = call.input.scalar_type();
   TORCH_CHECK(is_type_beside(call.output_type(), input), call.centered ? "layer_norm" : "rms_norm",
