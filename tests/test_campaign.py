@@ -323,7 +323,7 @@ def test_record_and_page(tmp_path):
         "torch": "2.11.0",
         "date": "2020-02-02",
         "source_hash": "0" * 16,
-        "rows": [row("fuzz"), row("gpu", cases=0, not_run="needs a GPU")],
+        "rows": [row("fuzz"), row("soak"), row("gpu", cases=0, not_run="needs a GPU")],
         "found": [{"date": "2020-02-01", "part": "fuzz", "fault": "wrong", "test": "tests/t.py"}],
     }
     path = tmp_path / reliability.RESULT
@@ -337,7 +337,7 @@ def test_record_and_page(tmp_path):
     assert "**7 trials**" in line
     assert "1 fault found and fixed, 0 open" in line
     again = reliability.merge(record, [row("fuzz", failures=["x | y"])])
-    assert [r["part"] for r in again["rows"]] == ["gpu", "fuzz"]
+    assert [r["part"] for r in again["rows"]] == ["soak", "gpu", "fuzz"]
     assert "1 fault found and fixed, 1 open" in reliability.summary([again])
     assert "- `x \\| y`" in reliability.page({"p": again})
     later = {**record, "rows": [{**row("fuzz"), "date": "2020-02-03"}]}

@@ -85,7 +85,8 @@ def summary(records: list[Record]) -> str:
         for row in record["rows"]
         if row["part"] not in MUTATION and _is_open(row, record, records)
     )
-    cases = sum(row["cases"] for row in rows)
+    # A step of the soak repeats one workload: it is time under load, not another trial.
+    cases = sum(row["cases"] for row in rows if row["part"] != "soak")
     dates = sorted(row["date"] for row in rows) or [records[0]["date"]]
     machines = ", ".join(dict.fromkeys(_machine(record) for record in records))
     return (
