@@ -9,7 +9,7 @@ the names in ``state_dict`` and all modules keep their places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -354,11 +354,9 @@ class Block:
     def _why_not_moved(self, chain: list[Step]) -> str:
         """Who else would notice that the head is computed later, at the last op, or not in place."""
         head = chain[0].node
-        members, node = {step.node for step in chain}, head
-        while node is not chain[-1].node:
-            node = node.next
-            if node not in members and self.may_write(node):
-                return f"{label(node)} works in place in between"
+        writer = self.writer_between(head, chain[-1].node, {step.node for step in chain})
+        if writer is not None:
+            return f"{label(writer)} works in place in between"
         if self.may_write(head):
             source = head.args[0]
             if not isinstance(source, fx.Node) or not self._is_alone(source):
@@ -376,6 +374,27 @@ class Block:
             layer = self.module.get_submodule(str(node.target))
             return any(getattr(m, "inplace", False) for m in layer.modules())
         return is_in_place(node)
+
+    def writer_between(
+        self, first: fx.Node, last: fx.Node, known: Collection[fx.Node] = ()
+    ) -> fx.Node | None:
+        """The node after ``first`` and before ``last`` that may write into a tensor; ``known`` may."""
+        node = first
+        while node is not last:
+            if node is not first and node not in known and self.may_write(node):
+                return node
+            node = node.next
+        return None
+
+    def depend_on(
+        self,
+        path: str,
+        kinds: tuple[type[nn.Module], ...],
+        options: tuple[tuple[str, Any], ...] = (),
+        may_be_cut: bool = False,
+    ) -> None:
+        """The graph holds while the layer at ``path`` is of ``kinds`` and has these ``options``."""
+        self.layers[path] = Layer(tuple(path.split(".")), kinds, options, may_be_cut)
 
     def _replace(self, pattern: Pattern, steps: list[Step], keeper: Step) -> None:
         convolution = self._convolution(pattern, steps)
@@ -405,23 +424,19 @@ class Block:
         for step in reversed([*steps, *after]):
             self.graph.erase_node(step.node)
         self.replaced.update(step.node for step in (*steps, *after))
-        for node in (convolution, flatten):
-            if node is None:
-                continue
-            self.graph.erase_node(node)
-            parts = tuple(str(node.target).split("."))
-            self.layers[str(node.target)] = (
-                Layer(parts, CONVOLUTIONS, ())
-                if node is convolution
-                else Layer(parts, (nn.Flatten,), (("start_dim", 1), ("end_dim", -1)))
-            )
+        if convolution is not None:
+            self.graph.erase_node(convolution)
+            self.depend_on(str(convolution.target), CONVOLUTIONS)
+        if flatten is not None:
+            self.graph.erase_node(flatten)
+            whole_image = (("start_dim", 1), ("end_dim", -1))
+            self.depend_on(str(flatten.target), (nn.Flatten,), whole_image)
         for step in (*steps, *after):
             if step.layer is not None:
-                path = str(step.node.target)
                 kinds, held = step.kinds, tuple(step.held.items())
                 if step is keeper:
                     kinds, held = (KEEPERS[pattern, kinds[0]],), ()
-                self.layers[path] = Layer(tuple(path.split(".")), kinds, held)
+                self.depend_on(str(step.node.target), kinds, held)
 
     def recipe(self) -> Recipe:
         call, free = self.form.traced.call, self.form.free

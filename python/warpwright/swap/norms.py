@@ -16,13 +16,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as native
 
 from .. import nn as ours
-from .blocks import Layer, base_of
+from .blocks import base_of
 from .fuse import Block
 from .readers import Kind, products_that_read
 from .residual import ADDS, CASTS, LAYER_NORM, NARROW, RMS_NORM, dtype_of_products
+from .steps import is_addition, is_in_place
 
 NORMS = (ours.LayerNorm, ours.RMSNorm)
-ADDITIONS = (operator.add, torch.add)
 
 
 # ---- what generated forwards call ----
@@ -149,7 +149,7 @@ class NormPass:
         if path not in self.block.layers:
             kind = self.kind_of(self.block.module.get_submodule(path))
             kinds = (base_of(kind) or kind,)  # a generated class has no name to pickle it by
-            self.block.layers[path] = Layer(tuple(path.split(".")), kinds, (), may_be_cut=True)
+            self.block.depend_on(path, kinds, may_be_cut=True)
 
     def _products_of(self, node: fx.Node) -> set[str] | None:
         """Paths of the layers that read ``node``, if all of them are or contain products."""
@@ -179,16 +179,8 @@ class NormPass:
 
     def _is_addition(self, source: fx.Node, norm: fx.Node) -> bool:
         """Whether ``source`` adds two tensors, and nothing writes to its result before ``norm``."""
-        is_function = source.op == "call_function" and source.target in ADDITIONS
-        if not is_function and not (source.op == "call_method" and source.target == "add"):
-            return False
-        if len(source.args) != 2 or source.kwargs:
+        if not is_addition(source) or is_in_place(source):
             return False
         if not all(isinstance(argument, fx.Node) for argument in source.args):
             return False
-        following = source.next
-        while following is not norm:
-            if self.block.may_write(following):
-                return False
-            following = following.next
-        return True
+        return self.block.writer_between(source, norm) is None

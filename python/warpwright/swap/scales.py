@@ -21,12 +21,12 @@ from .. import functional as F
 from .. import nn as ours
 from .._arch import PLAIN
 from .._ops import ops
-from .blocks import Layer, is_hooked
+from .blocks import is_hooked
 from .fuse import Block
 from .joins import first_layer, skip_of
 from .readers import Kind
 from .residual import dtype_of_products
-from .steps import is_in_place
+from .steps import is_addition, is_in_place
 
 CHAIN = "layer scale → add"
 INTO = "layer_scale_add"
@@ -40,7 +40,6 @@ SAMPLE_SCALES = {
 # Layers that return ``x * gamma``, and the attribute that would make them write into x.
 LAYER_SCALES = {("timm.layers.layer_scale", "LayerScale"): "inplace"}
 PRODUCTS = (operator.mul, torch.mul)
-ADDITIONS = (operator.add, operator.iadd, torch.add)
 RESHAPES = ("reshape", "view")
 
 
@@ -94,14 +93,9 @@ class ScalePass:
 
     def run(self) -> bool:
         for node in list(self.graph.nodes):
-            if self._is_addition(node):
+            if is_addition(node):
                 self._join(node)
         return bool(self.count)
-
-    def _is_addition(self, node: fx.Node) -> bool:
-        is_function = node.op == "call_function" and node.target in ADDITIONS
-        is_method = node.op == "call_method" and node.target in ("add", "add_")
-        return (is_function or is_method) and len(node.args) == 2 and not node.kwargs
 
     def _join(self, addition: fx.Node) -> None:
         for branch, residual in (addition.args, addition.args[::-1]):
@@ -118,8 +112,10 @@ class ScalePass:
                 continue
             found = self._factors(product)
             alone = all(len(node.users) == 1 for node in {branch, product})
-            if found is None or not alone or self._is_written(product, addition):
+            if found is None or not alone:
                 continue
+            if self.block.writer_between(product, addition) is not None:
+                continue  # the product moves past it
             scale, input = found
             with self.graph.inserting_before(addition):
                 if isinstance(scale, str):
@@ -198,19 +194,10 @@ class ScalePass:
         owner, _, name = str(node.target).rpartition(".")
         return name in self.block.module.get_submodule(owner)._parameters
 
-    def _is_written(self, product: fx.Node, addition: fx.Node) -> bool:
-        """Whether anything on the way writes into a tensor; the product moves past it."""
-        node = product.next
-        while node is not addition:
-            if self.block.may_write(node):
-                return True
-            node = node.next
-        return False
-
     def _depend_on(self, path: str) -> None:
         """The graph holds while this layer has its class and no hooks."""
         layer = self.block.module.get_submodule(path)
         self.absorbed.append(layer)
         writes = LAYER_SCALES.get(_name(layer))
         held = () if writes is None else ((writes, False),)
-        self.block.layers[path] = Layer(tuple(path.split(".")), (type(layer),), held)
+        self.block.depend_on(path, (type(layer),), held)

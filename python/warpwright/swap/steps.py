@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from .patterns import OPTIONS
 from .trace import IN_PLACE
+
+ADDITIONS = (operator.add, operator.iadd, torch.add)
 
 
 @dataclass
@@ -55,6 +59,13 @@ def is_in_place(node: fx.Node) -> bool:
         or bool(node.kwargs.get("inplace"))
         or "out" in node.kwargs
     )
+
+
+def is_addition(node: fx.Node) -> bool:
+    """Whether ``node`` adds two operands, perhaps in place."""
+    is_function = node.op == "call_function" and node.target in ADDITIONS
+    is_method = node.op == "call_method" and node.target in ("add", "add_")
+    return (is_function or is_method) and len(node.args) == 2 and not node.kwargs
 
 
 def label(node: fx.Node) -> str:
