@@ -15,7 +15,7 @@
 #include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/plan.h"
-#include "ops/conv2d_batch_norm/conv2d_batch_norm.h"
+#include "ops/conv2d_batch_norm/gated_dgrad.h"
 #include "ops/conv2d_batch_norm_relu_max_pool2d/conv2d_batch_norm_relu_max_pool2d.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/gated_activation/gated_activation.h"
@@ -299,8 +299,8 @@ Lines explain_conv2d_cpu(const std::string& dtype, const TensorLayout& input,
           {"grad_weight", line(ConvDirection::kWgrad)}};
 }
 
-// Who takes the statistics of a batch norm after the convolution, in training. `operands`: 1, or 2
-// with a residual.
+// Who takes the statistics of a batch norm after the convolution, in training, and who the sums of
+// a batch norm before it. `operands`: 1, or 2 with a residual.
 Lines explain_conv2d_moments(const std::string& dtype, const TensorLayout& input,
                              const TensorLayout& weight, const std::vector<int64_t>& output,
                              bool channels_last, const std::vector<int64_t>& window, int64_t groups,
@@ -310,7 +310,11 @@ Lines explain_conv2d_moments(const std::string& dtype, const TensorLayout& input
   p.shape.sm90 = sm90 && device.sm_arch == 90;
   p.input = reinterpret_cast<const void*>(input.address);
   p.weight = reinterpret_cast<const void*>(weight.address);
-  return {{"statistics", describe(choose_conv2d_moments(p, operands, device))}};
+  GatedDgradParams gated{};
+  gated.conv.shape = p.shape;
+  gated.conv.weight = p.weight;
+  return {{"statistics", describe(choose_conv2d_moments(p, operands, device))},
+          {"sums of the block before", describe(choose_gated_dgrad(gated, device))}};
 }
 
 // Whether the four layers run as one, in training. `pool` and `pooled` as in pool_geometry().

@@ -5,6 +5,7 @@ import itertools
 import torch
 
 import warpwright.functional as F
+from warpwright.swap.joins import skip_of
 
 from .common import FORMATS, rand
 
@@ -240,6 +241,26 @@ def conv2d_batch_norm_cases():
         yield f"{name}-hardswish", conv_norm(F.conv2d_batch_norm_hardswish), (x, *rest), {}
         add_relu = conv_norm(F.conv2d_batch_norm_add_relu)
         yield f"{name}-add_relu", add_relu, (x, residual, *rest), {}
+
+
+def two_blocks(x, residual, wide, narrow, *norms):
+    """Two residual blocks: the second one's convolution gates and sums for the first one."""
+    first, second = (
+        {"norm_weight": scale, "norm_bias": shift, "training": True}
+        for scale, shift in (norms[:2], norms[2:])
+    )
+    y = F.conv2d_batch_norm_add_relu(x, residual, wide, **first)
+    z = F.conv2d_batch_norm_relu(y, narrow, **second)
+    skip = skip_of(y, z).float()
+    return z.float().sum() + (skip * skip).sum()
+
+
+def gated_dgrad_cases():
+    """Larger than what batch norm keeps on chip, with tails in pixels and channels."""
+    for n, c, k in ((14, 192, 72), (10, 320, 136)):
+        shapes = (n, 64, 53, 53), (n, c, 53, 53), (c, 64, 1, 1), (k, c, 1, 1)
+        images = (rand(*shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
+        yield f"{c}-{k}", two_blocks, (*images, *(rand(size) for size in (c, c, k, k))), {}
 
 
 def conv2d_walk_cases():

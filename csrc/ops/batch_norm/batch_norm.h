@@ -95,12 +95,17 @@ struct BatchNormBackwardParams {
   ChannelVector grad_weight, grad_bias;
   int64_t count = 0;             // values per statistic; 0: extents.count()
   void* coefficients = nullptr;  // (kBackwardCoefficients, channels), as mean; null: not wanted
+  // The sums of grad_output and of grad_output * (input - mean) (channels, 2), of mean's type, that
+  // the kernel launched before has written; null: computed here. On the GPU, in rows, without an
+  // activation.
+  const void* sums = nullptr;
 
   constexpr int64_t values() const { return count > 0 ? count : extents.count(); }
   constexpr bool needs_sums() const {
     return (training && (grad_input != nullptr || coefficients != nullptr)) ||
            grad_weight.data != nullptr || grad_bias.data != nullptr;
   }
+  constexpr bool computes_sums() const { return needs_sums() && sums == nullptr; }
 };
 
 struct BatchNormPlan {
@@ -279,8 +284,9 @@ inline BatchNormPlan choose_batch_norm_backward(const BatchNormBackwardParams& p
   const bool fits_mask = !p.extents.rows || addresses_of(p.mask) % 4 == 0;
   BatchNormPlan plan = plan_batch_norm(
       p.extents, p.dtype, addresses_of(p.grad_output, p.input, p.grad_input, p.grad_residual),
-      p.training && p.grad_input != nullptr && fits_mask ? 2 : 0, device);
-  if (p.needs_sums()) {
+      p.training && p.grad_input != nullptr && p.sums == nullptr && fits_mask ? 2 : 0, device);
+  plan.in_turns = p.sums != nullptr;
+  if (p.computes_sums()) {
     plan.workspace_bytes = batch_norm_partial_bytes(plan, p.extents.channels, p.dtype);
   }
   return plan;

@@ -90,8 +90,11 @@ struct BackwardCoefficients {
 
   template <class A>
   __device__ __forceinline__ Coefficients<A> operator()(int64_t channel, const ChannelInputs<A>& in,
-                                                        const Partial<A>& sums, bool leader) const {
+                                                        const Partial<A>& merged,
+                                                        bool leader) const {
     const A mean = in.mean, rstd = in.deviation;
+    const auto* given = static_cast<const Partial<A>*>(p.sums);
+    const Partial<A> sums = given != nullptr ? given[channel] : merged;
     if (leader) {
       write_channel(p.grad_weight, channel, sums.second * rstd);
       write_channel(p.grad_bias, channel, sums.first);
@@ -301,7 +304,7 @@ void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormPlan& pl
   for_batch_norm(p.dtype, plan, [&]<class T, int V>() {
     for_gate<kActivates>(p, [&]<Gate kGate>() {
       Partial<Accum<T>>* partials = nullptr;
-      if (p.needs_sums()) {
+      if (p.computes_sums()) {
         using Sums = GradSumsOf<T, V, Layout::channels_of(V), kGate>;
         partials = static_cast<Partial<Accum<T>>*>(workspace);
         launch(Layout::template reduce<T, V, Sums>(plan.ragged), grid, block, 0, stream,
@@ -312,7 +315,7 @@ void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormPlan& pl
         using Apply = BackwardOf<T, V, kTraining, kGate>;
         launch_second_pass<Layout, T, V, MergeSums, Apply>(
             plan, inputs_of<T, Apply>(p.grad_output, p.input, p.mask), outputs_of<T>(p), shape,
-            partials, partials != nullptr, BackwardCoefficients{p}, stream);
+            partials, p.needs_sums(), BackwardCoefficients{p}, stream);
       });
     });
   });

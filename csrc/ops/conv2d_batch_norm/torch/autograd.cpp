@@ -1,9 +1,12 @@
 // Autograd and Autocast of conv2d_batch_norm. The backward runs batch norm's backward, then the
 // convolution's. The convolution's output is an output of the node too: a second derivative that
-// reaches it goes through the convolution.
+// reaches it goes through the convolution. gate.h lets a node take a part of the backward of the
+// node before it.
 #include <ATen/autocast_mode.h>
 
 #include "ops/conv2d_batch_norm/torch/common.h"
+#include "ops/conv2d_batch_norm/torch/gate.h"
+#include "ops/conv2d_batch_norm/torch/gated_backward.h"
 #include "torch/skip.h"
 #include "torch/weight_copies.h"
 
@@ -22,14 +25,20 @@ struct Conv2dBatchNormBackward {
     Conv2dGeometry geometry;
     double eps;
     NormActivation activation;
+    std::shared_ptr<NormGate> gate = nullptr;  // with a residual
   };
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     const Tensor &mean = saved[4], &rstd = saved[5], &mask = saved[6], &convolved = saved[7];
     const auto weight = optional_if_defined(saved[2]), bias = optional_if_defined(saved[3]);
     const bool through_conv = needs[0] || needs[1] || needs[2];
+    const Tensor sums = take_sums(a, grads[0]);
     Tensor d_convolved, d_residual, d_weight, d_bias;
-    if (grads[0].defined() && a.activation == NormActivation::kRelu) {
+    if (sums.defined()) {
+      std::tie(d_convolved, d_weight, d_bias) = batch_norm_backward_with_sums(
+          {grads[0], sums}, convolved, weight, mean, rstd, {through_conv, needs[4], needs[5]});
+      if (needs[3]) d_residual = grads[0];
+    } else if (grads[0].defined() && a.activation == NormActivation::kRelu) {
       std::tie(d_convolved, d_weight, d_bias, d_residual) = call::batch_norm_relu_backward(
           grads[0], convolved, weight, bias, mean, rstd, mask, /*training=*/true,
           {through_conv, needs[4], needs[5], needs[3]});
@@ -47,11 +56,49 @@ struct Conv2dBatchNormBackward {
     }
     // The batch's mean takes the convolution's bias away: what a batch norm returns sums to zero.
     const bool sums_bias = needs[2] && grads[1].defined();
-    auto [dx, dw, db] =
-        call::joined_gradients(d_convolved, kConv2dBatchNormNode.gradient(grads), saved[0],
-                               saved[1], a.geometry, {needs[0], needs[1], sums_bias});
+    auto [dx, dw, db] = convolution_gradients(a, d_convolved, kConv2dBatchNormNode.gradient(grads),
+                                              saved, {needs[0], needs[1], sums_bias});
     if (needs[2] && !sums_bias) db = saved[1].new_zeros_symint({saved[1].sym_size(0)});
     return {dx, dw, db, d_residual, d_weight, d_bias};
+  }
+
+ private:
+  // The sums that the node behind this one has left with the gradient; undefined: none.
+  static Tensor take_sums(const Attributes& a, const Tensor& gradient) {
+    if (!a.gate) return Tensor();
+    if (!torch::autograd::get_current_graph_task_keep_graph()) a.gate->release();
+    return a.gate->take(gradient);
+  }
+
+  // The gate of the node that wrote the input of the running node, if this one may use it.
+  static std::shared_ptr<NormGate> gate_before() {
+    const auto node = torch::autograd::get_current_node();
+    if (!node || at::GradMode::is_enabled()) return nullptr;
+    const auto& edge = node->next_edge(0);
+    auto* writer = dynamic_cast<OpNode<Conv2dBatchNormBackward>*>(edge.function.get());
+    if (writer == nullptr || edge.input_nr != 0 || !is_unseen(*node, *writer)) return nullptr;
+    return writer->attributes.gate;
+  }
+
+  // `skip`: the gradient of a shortcut around the convolution, or undefined.
+  static Tensors3 convolution_gradients(const Attributes& a, const Tensor& d_convolved,
+                                        const Tensor& skip, const variable_list& saved,
+                                        Conv2dMask mask) {
+    const Tensor &input = saved[0], &weight = saved[1];
+    const auto gate =
+        mask[0] && !mask[2] && d_convolved.defined() && skip.defined() ? gate_before() : nullptr;
+    const auto before = gate ? gate->values() : std::nullopt;
+    if (before) {
+      const auto gated = gated_input_gradient({d_convolved, input, weight, a.geometry, skip,
+                                               before->mask, before->convolved, before->mean});
+      if (gated) {
+        gate->leave(*gated);
+        Tensor dw;
+        if (mask[1]) dw = call::weight_gradient(d_convolved, input, weight, a.geometry);
+        return {gated->gradient, dw, Tensor()};
+      }
+    }
+    return call::joined_gradients(d_convolved, skip, input, weight, a.geometry, mask);
   }
 };
 
@@ -94,6 +141,7 @@ Tensors5 forward_autograd(const Call& c) {
          {&c.input, &c.weight, &c.norm_weight, &c.norm_bias, &mean, &rstd, &mask}) {
       node->save(*tensor);
     }
+    if (c.residual.defined()) node->attributes.gate = make_gate(convolved, mean, mask);
   }
   if (has_tangent(dual[0])) set_tangent(output, tangent(dual[0]));
   if (has_tangent(dual[1])) set_tangent(convolved, tangent(dual[1]));

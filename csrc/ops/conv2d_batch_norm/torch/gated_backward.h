@@ -1,0 +1,30 @@
+// The two steps of gated_dgrad.h on tensors in memory. Only nodes call them (gate.h).
+#pragma once
+
+#include <optional>
+
+#include "ops/conv2d_batch_norm/torch/common.h"
+
+namespace warpwright::conv_norm {
+
+// `input` is relu(batch norm(norm_input) + residual); mean is that batch norm's, mask the relu's.
+struct GatedCall {
+  const Tensor &grad_output, &input, &weight;
+  const Conv2dGeometry& geometry;
+  const Tensor &addend, &mask, &norm_input, &mean;
+};
+
+// The gated gradient of `input`, and (channels, 2) sums for the batch norm.
+struct GatedGradient {
+  Tensor gradient, sums;
+};
+
+// None if no kernel computes both.
+std::optional<GatedGradient> gated_input_gradient(const GatedCall& call);
+
+// batch_norm_backward in training, with the sums of a GatedGradient.
+Tensors3 batch_norm_backward_with_sums(const GatedGradient& grad_output, const Tensor& input,
+                                       const OptionalTensor& weight, const Tensor& mean,
+                                       const Tensor& rstd, std::array<bool, 3> output_mask);
+
+}  // namespace warpwright::conv_norm
