@@ -23,13 +23,18 @@ import warpwright.functional as F
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 WITHOUT_FLOAT64 = {"linear_8bit"}
-ONLY_16_BITS = {"conv2d_walk", "gated_dgrad"}  # and TF32: the other kernels have smaller cases
+ONLY_16_BITS = {
+    "conv2d_walk",
+    "gated_dgrad",
+    "narrow_backward",
+}  # and TF32: the other kernels have smaller cases
 
 
 CASES = {
     "mlp": products.mlp_cases,
     "joined_dgrad": images.joined_dgrad_cases,
     "gated_dgrad": images.gated_dgrad_cases,
+    "narrow_backward": images.narrow_backward_cases,
     "attention_varlen": attention.packed_cases,
     "attention_with_kv_cache": attention.decoding_cases,
     "optim": pointwise.optimizer_cases,

@@ -16,6 +16,7 @@
 #include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/plan.h"
 #include "ops/conv2d_batch_norm/gated_dgrad.h"
+#include "ops/conv2d_batch_norm/narrow_backward.h"
 #include "ops/conv2d_batch_norm_relu_max_pool2d/conv2d_batch_norm_relu_max_pool2d.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/gated_activation/gated_activation.h"
@@ -299,8 +300,8 @@ Lines explain_conv2d_cpu(const std::string& dtype, const TensorLayout& input,
           {"grad_weight", line(ConvDirection::kWgrad)}};
 }
 
-// Who takes the statistics of a batch norm after the convolution, in training, and who the sums of
-// a batch norm before it. `operands`: 1, or 2 with a residual.
+// In training: who takes the statistics of a batch norm after the convolution and the sums of one
+// before it, and whether one kernel computes both gradients. `operands`: 1, or 2 with a residual.
 Lines explain_conv2d_moments(const std::string& dtype, const TensorLayout& input,
                              const TensorLayout& weight, const std::vector<int64_t>& output,
                              bool channels_last, const std::vector<int64_t>& window, int64_t groups,
@@ -313,8 +314,13 @@ Lines explain_conv2d_moments(const std::string& dtype, const TensorLayout& input
   GatedDgradParams gated{};
   gated.conv.shape = p.shape;
   gated.conv.weight = p.weight;
+  NarrowBackwardParams narrow{};
+  narrow.shape = p.shape;
+  narrow.input = p.input;
+  narrow.weight = p.weight;
   return {{"statistics", describe(choose_conv2d_moments(p, operands, device))},
-          {"sums of the block before", describe(choose_gated_dgrad(gated, device))}};
+          {"sums of the block before", describe(choose_gated_dgrad(gated, device))},
+          {"both gradients", describe(choose_narrow_backward(narrow, device))}};
 }
 
 // Whether the four layers run as one, in training. `pool` and `pooled` as in pool_geometry().

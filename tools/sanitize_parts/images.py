@@ -263,6 +263,15 @@ def gated_dgrad_cases():
         yield f"{c}-{k}", two_blocks, (*images, *(rand(size) for size in (c, c, k, k))), {}
 
 
+def narrow_backward_cases():
+    """Larger than what batch norm keeps on chip, with tails in pixels and both channels."""
+    for n, c, k in ((14, 40, 200), (40, 64, 64)):
+        shapes = (n, c, 53, 53), (k, c, 1, 1)
+        images = [rand(*shape).contiguous(memory_format=torch.channels_last) for shape in shapes]
+        for form in (F.conv2d_batch_norm, F.conv2d_batch_norm_silu):
+            yield f"{c}-{k}-{form.__name__}", conv_norm(form), (*images, rand(k), rand(k)), {}
+
+
 def conv2d_walk_cases():
     """Large enough to walk down the images, and for batch norm not to keep the output on chip."""
 

@@ -7,6 +7,7 @@
 #include "ops/conv2d_batch_norm/torch/common.h"
 #include "ops/conv2d_batch_norm/torch/gate.h"
 #include "ops/conv2d_batch_norm/torch/gated_backward.h"
+#include "ops/conv2d_batch_norm/torch/narrow_backward.h"
 #include "torch/skip.h"
 #include "torch/weight_copies.h"
 
@@ -33,6 +34,11 @@ struct Conv2dBatchNormBackward {
     const auto weight = optional_if_defined(saved[2]), bias = optional_if_defined(saved[3]);
     const bool through_conv = needs[0] || needs[1] || needs[2];
     const Tensor sums = take_sums(a, grads[0]);
+    if (auto all = narrow(a, saved, grads, needs, sums)) {
+      Tensor d_bias = needs[2] ? saved[1].new_zeros({saved[1].size(0)}) : Tensor();
+      Tensor d_residual = needs[3] ? grads[0] : Tensor();
+      return {all->input, all->weight, d_bias, d_residual, all->norm_weight, all->norm_bias};
+    }
     Tensor d_convolved, d_residual, d_weight, d_bias;
     if (sums.defined()) {
       std::tie(d_convolved, d_weight, d_bias) = batch_norm_backward_with_sums(
@@ -63,6 +69,31 @@ struct Conv2dBatchNormBackward {
   }
 
  private:
+  // All gradients, if one kernel computes both of the convolution.
+  static std::optional<NarrowGradients> narrow(const Attributes& a, const variable_list& saved,
+                                               const variable_list& grads, const NeedsGrad& needs,
+                                               const Tensor& sums) {
+    if (!needs[0] || !needs[1] || at::GradMode::is_enabled()) return std::nullopt;
+    if (!grads[0].defined() || grads[1].defined() || !is_plain(grads[0])) return std::nullopt;
+    const Tensor skip = kConv2dBatchNormNode.gradient(grads);
+    const bool is_gated = sums.defined(), is_masked = saved[6].numel() > 0;
+    if (is_masked && !is_gated) return std::nullopt;
+    return narrow_gradients({.grad_output = grads[0],
+                             .sums = sums,
+                             .input = saved[0],
+                             .weight = saved[1],
+                             .geometry = a.geometry,
+                             .addend = skip,
+                             .convolved = saved[7],
+                             .norm_weight = saved[2],
+                             .norm_bias = saved[3],
+                             .mean = saved[4],
+                             .rstd = saved[5],
+                             .activation = is_gated ? NormActivation::kNone : a.activation,
+                             .needs_norm_weight = needs[4],
+                             .needs_norm_bias = needs[5]});
+  }
+
   // The sums that the node behind this one has left with the gradient; undefined: none.
   static Tensor take_sums(const Attributes& a, const Tensor& gradient) {
     if (!a.gate) return Tensor();
