@@ -69,6 +69,30 @@ _RECORDS = (
         cpu="native's oneDNN kernels or our own, by the shape",
         example=_examples.conv2d,
     ),
+    Op(
+        "conv_transpose2d",
+        (
+            Operator(
+                "conv_transpose2d",
+                torch.conv_transpose2d,
+                torch.conv_transpose2d,
+                autocast=True,
+                flops=_work.conv_transpose2d_flops,
+            ),
+            Operator(
+                "conv_transpose2d_backward",
+                aten=_aten.conv_transpose2d_backward,
+                flops=_work.conv_transpose2d_backward_flops,
+            ),
+        ),
+        modules=((nn.ConvTranspose2d, "ConvTranspose2d"),),
+        routes=(Route(native.conv_transpose2d),),
+        work=_work.conv_transpose2d_of_call,
+        explain="conv_transpose2d",
+        cpu="native's oneDNN kernels or conv2d's, by the shape",
+        example=_examples.conv_transpose2d,
+        folders=("conv2d", "conv_transpose2d"),
+    ),
     *(
         Op(
             name,

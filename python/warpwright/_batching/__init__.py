@@ -99,6 +99,8 @@ RULES: dict[str, Rule] = {
     "linear_activation_backward": _products.linear_activation_backward,
     "conv2d": _products.conv2d,
     "conv2d_backward": _products.conv2d_backward,
+    "conv_transpose2d": _products.conv_transpose2d,
+    "conv_transpose2d_backward": _products.conv_transpose2d_backward,
     "fft_conv": _products.fft_conv,
     **_norm_and_pool.BATCH_NORM_RULES,
     "layer_norm": _row_norms.layer_norm,
