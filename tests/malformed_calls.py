@@ -269,11 +269,16 @@ def native_functions():
 
         return run
 
+    def upsampled_cat(skip, *args, skip_first=True, **options):
+        y = native.conv_transpose2d(*args, **options)
+        return torch.cat([skip, y] if skip_first else [y, skip], -3)
+
     def conv_norm_pool(*args, pool_kernel_size, **options):
         return native.max_pool2d(conv_norm("relu")(*args, **options), pool_kernel_size)
 
     return {
         "conv2d_batch_norm_relu_max_pool2d": conv_norm_pool,
+        "conv_transpose2d_cat": upsampled_cat,
         "conv2d_batch_norm": conv_norm(""),
         "conv2d_batch_norm_relu": conv_norm("relu"),
         "conv2d_batch_norm_add_relu": conv_norm("add_relu"),

@@ -61,6 +61,12 @@ CASES = {
         )
         for words in ("S0 R R", "R S1 S0", "S1 S0 R")
     },
+    "conv_transpose2d_cat": (
+        F.conv_transpose2d_cat,
+        ((4, 3, 10, 10), (4, 4, 5, 5), (4, 6, 2, 2), (6,)),
+        "S0 S0 R R",
+        {"stride": 2},
+    ),
     "conv_transpose2d groups": (
         F.conv_transpose2d,
         ((4, 4, 5, 5), (4, 2, 2, 2), (8,)),

@@ -162,6 +162,13 @@ def conv_transpose2d(x, weight, *options):
     return (x, weight, bias), lambda: F.conv_transpose2d(x, weight, bias, *options)
 
 
+def conv_transpose2d_cat(skip, x):
+    weight = channels_last(x.shape[1], skip.shape[1], 2, 2)
+    bias = random(skip.shape[1], dtype=weight.dtype)
+    operands = (skip, x, weight, bias)
+    return operands, lambda: F.conv_transpose2d_cat(*operands, 2)
+
+
 # (what, its inputs and call, at most so many launches forward and backward)
 CASES = {
     "batch_norm on chip, NCHW": (lambda: batch_norm(random(64, 256, 7, 7)), 1, 1),
@@ -181,6 +188,11 @@ CASES = {
         lambda: conv_transpose2d(channels_last(4, 128, 32, 32), channels_last(128, 64, 2, 2), 2),
         1,  # the bias with it
         5,  # the input's gradient; the weight's and the sum of its parts; the bias's, the same
+    ),
+    "conv_transpose2d_cat": (
+        lambda: conv_transpose2d_cat(channels_last(4, 64, 64, 64), channels_last(4, 128, 32, 32)),
+        2,  # the copy, and the product with its bias
+        5,  # as without the concatenation: no slice is copied
     ),
     "conv_transpose2d, the input gradient of a convolution": (
         lambda: conv_transpose2d(channels_last(4, 128, 32, 32), channels_last(128, 64, 4, 4), 2, 1),

@@ -32,26 +32,60 @@ Conv2dShape transposed_shape(const std::string& dtype, const TensorLayout& input
   return s;
 }
 
+// `pitch`: channels of a concatenation that the call writes into, 0 without one, negative if its
+// other operand is not in rows of channels.
 Lines explain_conv_transpose2d(const std::string& dtype, bool tf32, const TensorLayout& input,
                                const TensorLayout& weight, int64_t bias,
                                const std::vector<int64_t>& output,
                                const std::vector<int64_t>& pixels, bool channels_last,
-                               const std::vector<int64_t>& window, int64_t groups,
+                               const std::vector<int64_t>& window, int64_t groups, int64_t pitch,
                                const DeviceInfo& device, bool sm90) {
   Conv2dShape s =
       transposed_shape(dtype, input, weight, output, pixels, channels_last, window, groups);
   s.allow_tf32 = tf32;
   s.sm90 = sm90 && device.sm_arch == 90;
   const auto pointer = [](int64_t address) { return reinterpret_cast<const void*>(address); };
-  const ConvTranspose2dParams forward{
-      s, pointer(input.address), pointer(weight.address), pointer(bias), nullptr, s.c};
+  ConvTranspose2dParams forward{};
+  forward.shape = s;
+  forward.input = pointer(input.address);
+  forward.weight = pointer(weight.address);
+  forward.bias = pointer(bias);
+  forward.pitch = pitch > 0 ? pitch : s.c;
+  const ConvTranspose2dPlan plan = choose_conv_transpose2d(forward, device);
+  Lines lines = {{"forward", describe(plan)}};
   const auto x = static_cast<uintptr_t>(input.address), w = static_cast<uintptr_t>(weight.address);
+  Conv2dFpropPlan grad_input = choose_conv2d_fprop(s, {.x = 0, .w = w, .y = 0}, device);
+  Conv2dWgradPlan grad_weight = choose_conv2d_wgrad(s, {.x = 0, .w = 0, .y = x}, nullptr, device);
+  if (pitch != 0) {
+    const bool in_place = pitch > 0 && plan.product;
+    lines.emplace_back(
+        "concatenation",
+        in_place ? "the forward writes its slice of channels, a copy the other" : "by ATen");
+    // Not null, so that the plan has them; aligned, as fresh memory is.
+    void* const wanted = reinterpret_cast<void*>(uintptr_t{256});
+    const ConvTranspose2dBackwardParams slice{.shape = s,
+                                              .grad_output = nullptr,
+                                              .pitch = std::max(pitch, s.c + 1),
+                                              .input = pointer(input.address),
+                                              .weight = pointer(weight.address),
+                                              .grad_input = wanted,
+                                              .grad_weight = wanted,
+                                              .grad_bias = nullptr};
+    const char* why_not = why_not_pitched(slice, device);
+    lines.emplace_back("gradient's slice", why_not == nullptr
+                                               ? "read with the pitch of the concatenation"
+                                               : std::string("copied (") + why_not + ")");
+    if (why_not == nullptr) {
+      const ConvTranspose2dBackwardPlan backward = choose_conv_transpose2d_backward(slice, device);
+      grad_input = *backward.input;
+      grad_weight = *backward.weight;
+    }
+  }
   const auto sums = choose_conv2d_bias_grad(bias_shape(s), nullptr, device);
-  return {
-      {"forward", describe(choose_conv_transpose2d(forward, device))},
-      {"grad_input", describe(choose_conv2d_fprop(s, {.x = 0, .w = w, .y = 0}, device))},
-      {"grad_weight", describe(choose_conv2d_wgrad(s, {.x = 0, .w = 0, .y = x}, nullptr, device))},
-      {"grad_bias", channels_last ? describe(sums.kernel.columns) : "sums of planes"}};
+  lines.emplace_back("grad_input", describe(grad_input));
+  lines.emplace_back("grad_weight", describe(grad_weight));
+  lines.emplace_back("grad_bias", channels_last ? describe(sums.kernel.columns) : "sums of planes");
+  return lines;
 }
 
 Lines explain_conv_transpose2d_cpu(const std::string& dtype, const TensorLayout& input,

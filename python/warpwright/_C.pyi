@@ -71,6 +71,7 @@ def explain_conv_transpose2d(
     channels_last: bool,
     window: Sequence[int],
     groups: int,
+    pitch: int,
     device: DeviceInfo,
     sm90: bool,
 ) -> list[tuple[str, str]]: ...

@@ -120,8 +120,19 @@ def conv_transpose2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     bias = a["bias"].data_ptr() if a["bias"] is not None and a["bias"].is_cuda else 0
     dtype, tf32, sm90 = dtype_name(a["input"]), conv_allows_tf32(), may_take_sm90()
     return _C.explain_conv_transpose2d(
-        dtype, tf32, x, weight, bias, *_transposed_shape(a), gpu, sm90
+        dtype, tf32, x, weight, bias, *_transposed_shape(a), 0, gpu, sm90
     )
+
+
+def conv_transpose2d_cat(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x, weight = _transposed_operands(a)
+    skip, up = a["skip"], a["input"]
+    bias = a["bias"].data_ptr() if a["bias"] is not None and a["bias"].is_cuda else 0
+    dtype, tf32, sm90 = dtype_name(up), conv_allows_tf32(), may_take_sm90()
+    shape = _transposed_shape(a)
+    rows = suggest_memory_format(skip) == torch.channels_last and skip.dtype == up.dtype
+    pitch = skip.shape[1] + a["weight"].shape[1] * a["groups"] if rows and skip.dim() == 4 else -1
+    return _C.explain_conv_transpose2d(dtype, tf32, x, weight, bias, *shape, pitch, gpu, sm90)
 
 
 def conv_transpose2d_cpu(a: Arguments) -> Lines:

@@ -283,6 +283,12 @@ def conv_transpose2d_flops(
     )
 
 
+def conv_transpose2d_cat_flops(
+    skip: Shape, x: Shape, weight: Shape, *args: Any, **kwargs: Any
+) -> int:
+    return int(2 * math.prod(x) * math.prod(weight[1:]))
+
+
 def conv_transpose2d_backward_flops(
     dy: Shape, x: Shape, weight: Shape, stride: Any, padding: Any, output_padding: Any,
     groups: int, dilation: Any, mask: Sequence[bool], out_shape: Any = None, **kwargs: Any,

@@ -236,6 +236,11 @@ def conv_transpose2d_cases():
             options["groups"] = groups
             case = f"{name}-{c}-{k}-g{groups}-k{kernel}"
             yield case, F.conv_transpose2d, (x, w, rand(k)), options
+        for skip, k, order in ((64, 64, True), (24, 128, False), (5, 64, True), (16, 40, True)):
+            shapes = (2, skip, 18, 22), (2, 72, 9, 11), (72, k, 2, 2)
+            images = [rand(*shape).contiguous(memory_format=layout) for shape in shapes]
+            joined = F.conv_transpose2d_cat
+            yield f"{name}-cat-{skip}-{k}", joined, (*images, rand(k), 2), {"skip_first": order}
         x, w = (
             t.contiguous(memory_format=layout) for t in (rand(9, 64, 32, 33), rand(64, 64, 2, 2))
         )

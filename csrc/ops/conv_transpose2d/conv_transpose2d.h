@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 
@@ -23,6 +24,7 @@ struct ConvTranspose2dParams {
   const void* bias;    // (c), or null
   void* output;        // (n, c, h, w)
   int64_t pitch;       // elements between pixels of a channels-last output: at least c
+  bool after_copy;     // the kernel before is launch_copy_rows() with next_overlaps
 };
 
 // ---- depth to space ----
@@ -49,6 +51,7 @@ inline GemmParams depth_to_space_product(const ConvTranspose2dParams& p) {
   product.bias = p.bias;
   product.d = p.output;
   product.sm90 = s.sm90;
+  product.overlap.previous = p.after_copy;
   return product;
 }
 
@@ -133,12 +136,16 @@ inline Conv2dShape bias_shape(Conv2dShape s) {
 
 struct ConvTranspose2dBackwardParams {
   Conv2dShape shape;
-  const void* grad_output;  // (n, c, h, w), dense
+  const void* grad_output;  // (n, c, h, w)
+  int64_t pitch;            // elements between pixels of a channels-last grad_output: at least c
   const void* input;        // null if no wanted gradient reads it; the same of the weight
   const void* weight;
   void* grad_input;  // a null gradient is not wanted
   void* grad_weight;
   void* grad_bias;
+
+  // A gradient of a slice of channels, as the gradient of a concatenation has them.
+  bool is_pitched() const { return pitch != shape.c; }
 };
 
 struct ConvTranspose2dBackwardPlan {
@@ -153,22 +160,110 @@ struct ConvTranspose2dBackwardPlan {
   }
 };
 
+// The kernel of a direction whose image is a pitched gradient: windows by TMA, which takes a pitch.
+inline std::optional<TmaIm2colConfig> choose_pitched_windows(ConvDirection direction,
+                                                             const Conv2dShape& s,
+                                                             const Conv2dAddresses& addresses,
+                                                             const DeviceInfo& device) {
+  constexpr double kNoOther = std::numeric_limits<double>::infinity();
+  return choose_tma_im2col(direction, s, addresses, nullptr, kNoOther, device);
+}
+
+inline Conv2dAddresses grad_input_addresses(const ConvTranspose2dBackwardParams& p) {
+  return {address_of(p.grad_output), address_of(p.weight), address_of(p.grad_input)};
+}
+inline Conv2dAddresses grad_weight_addresses(const ConvTranspose2dBackwardParams& p) {
+  return {address_of(p.grad_output), address_of(p.grad_weight), address_of(p.input)};
+}
+
+inline ColumnSumParams pitched_bias_columns(const ConvTranspose2dBackwardParams& p) {
+  const Conv2dShape& s = p.shape;
+  return {.dtype = s.dtype,
+          .rows = s.n * s.h * s.w,
+          .cols = s.c,
+          .matrix = p.grad_output,
+          .stride_row = p.pitch,
+          .stride_col = 1,
+          .sum = p.grad_bias};
+}
+
+// Null if kernels read a gradient with this pitch, else the reason why it has to be copied.
+inline const char* why_not_pitched(const ConvTranspose2dBackwardParams& p,
+                                   const DeviceInfo& device) {
+  const Conv2dShape& s = p.shape;
+  if (!s.sm90) return "no sm_90a";
+  if (dtype_size(s.dtype) != 2) return "not a 16-bit type";
+  if (!s.channels_last) return "NCHW";
+  if (p.pitch % 8 != 0) return "pixels do not start at multiples of 16 bytes";
+  const auto has = [&](ConvDirection direction, const Conv2dAddresses& addresses) {
+    return choose_pitched_windows(direction, s, addresses, device).has_value();
+  };
+  if (p.grad_input != nullptr && !has(ConvDirection::kFprop, grad_input_addresses(p))) {
+    return "TMA does not take the windows of the input's gradient";
+  }
+  if (p.grad_weight != nullptr && !has(ConvDirection::kWgrad, grad_weight_addresses(p))) {
+    return "TMA does not take the windows of the weight's gradient";
+  }
+  return nullptr;
+}
+
+// A pitched gradient: only if why_not_pitched() knows no reason.
 inline ConvTranspose2dBackwardPlan choose_conv_transpose2d_backward(
     const ConvTranspose2dBackwardParams& p, const DeviceInfo& device) {
-  const uintptr_t dy = address_of(p.grad_output);
+  const Conv2dShape& s = p.shape;
   ConvTranspose2dBackwardPlan plan{};
   if (p.grad_input != nullptr) {
+    const Conv2dAddresses at = grad_input_addresses(p);
     plan.input =
-        choose_conv2d_fprop(p.shape, {dy, address_of(p.weight), address_of(p.grad_input)}, device);
+        p.is_pitched()
+            ? Conv2dFpropPlan(*choose_pitched_windows(ConvDirection::kFprop, s, at, device))
+            : choose_conv2d_fprop(s, at, device);
   }
   if (p.grad_weight != nullptr) {
-    plan.weight = choose_conv2d_wgrad(p.shape, {dy, address_of(p.grad_weight), address_of(p.input)},
-                                      nullptr, device);
+    const Conv2dAddresses at = grad_weight_addresses(p);
+    if (p.is_pitched()) {
+      const auto config = choose_pitched_windows(ConvDirection::kWgrad, s, at, device);
+      plan.weight = Conv2dWgradPlan(*config, {}, config->workspace_bytes);
+    } else {
+      plan.weight = choose_conv2d_wgrad(s, at, nullptr, device);
+    }
   }
-  if (p.grad_bias != nullptr) {
-    plan.bias = choose_conv2d_bias_grad(bias_shape(p.shape), p.grad_output, device);
+  if (p.grad_bias != nullptr && p.is_pitched()) {
+    BiasGradConfig config{};
+    config.columns = choose_column_sum(pitched_bias_columns(p), device, {.ctas_per_sm = 4});
+    plan.bias = Conv2dBiasGradPlan{config, config.columns.workspace_bytes};
+  } else if (p.grad_bias != nullptr) {
+    plan.bias = choose_conv2d_bias_grad(bias_shape(s), p.grad_output, device);
   }
   return plan;
+}
+
+// ---- copies of rows ----
+
+// Rows of `row_bytes`, `from_pitch` bytes apart, to rows `to_pitch` bytes apart: a slice of
+// channels of a channels-last image, or from one.
+struct CopyRowsParams {
+  const void* from;
+  void* to;
+  int64_t rows, row_bytes;
+  int64_t from_pitch, to_pitch;
+  bool next_overlaps;  // the next kernel does not depend on this one, and outlasts it
+};
+
+struct CopyRowsPlan {
+  int vector;  // bytes per access: 16, 8, 4, 2 or 1
+};
+
+inline CopyRowsPlan choose_copy_rows(const CopyRowsParams& p) {
+  const auto all = address_of(p.from) | address_of(p.to) | static_cast<uintptr_t>(p.row_bytes) |
+                   static_cast<uintptr_t>(p.from_pitch) | static_cast<uintptr_t>(p.to_pitch);
+  int vector = 16;
+  while (all % static_cast<uintptr_t>(vector) != 0) vector /= 2;
+  return {vector};
+}
+
+inline std::string describe(const CopyRowsPlan& plan) {
+  return std::to_string(plan.vector) + "-byte accesses along the channels";
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -178,6 +273,7 @@ void launch_conv_transpose2d(const ConvTranspose2dParams& params, const ConvTran
 void launch_conv_transpose2d_backward(const ConvTranspose2dBackwardParams& params,
                                       const ConvTranspose2dBackwardPlan& plan, void* workspace,
                                       cudaStream_t stream);
+void launch_copy_rows(const CopyRowsParams& params, const CopyRowsPlan& plan, cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

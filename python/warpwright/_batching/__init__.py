@@ -100,6 +100,7 @@ RULES: dict[str, Rule] = {
     "conv2d": _products.conv2d,
     "conv2d_backward": _products.conv2d_backward,
     "conv_transpose2d": _products.conv_transpose2d,
+    "conv_transpose2d_cat": _products.conv_transpose2d_cat,
     "conv_transpose2d_backward": _products.conv_transpose2d_backward,
     "fft_conv": _products.fft_conv,
     **_norm_and_pool.BATCH_NORM_RULES,

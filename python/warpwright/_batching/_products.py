@@ -190,6 +190,20 @@ def conv_transpose2d(
     return y.unflatten(channels, (samples, -1)), channels
 
 
+def conv_transpose2d_cat(
+    info: Any, dims: Dims, skip: Tensor, x: Tensor, weight: Tensor, bias: Any, *rest: Any
+) -> tuple[Tensor, int]:
+    samples, (*windows, skip_first) = info.batch_size, rest
+    if dims[2] is None and (bias is None or dims[3] is None):  # N
+        operands = images(skip, dims[0], samples), images(x, dims[1], samples)
+        y = ops.conv_transpose2d_cat(*operands, weight, bias, *rest)
+        single = x.dim() == (3 if dims[1] is None else 4)
+        return per_sample(y, single, samples), 0
+    y, at = conv_transpose2d(info, dims[1:], x, weight, bias, *windows)
+    both = front(skip, dims[0], samples), y.movedim(at, 0)
+    return torch.cat(both if skip_first else both[::-1], -3), 0
+
+
 def conv_transpose2d_backward(
     info: Any, dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Any, Any]:

@@ -58,3 +58,48 @@ def conv_transpose2d(
     except RuntimeError as error:
         operands = {"input": input, "weight": weight}
         raise _arguments.error(error, "conv_transpose2d", operands, {"bias": bias}) from None
+
+
+def conv_transpose2d_cat(
+    skip: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    *,
+    skip_first: bool = True,
+) -> Tensor:
+    """``torch.cat([skip, conv_transpose2d(input, weight, ...)], -3)``: a decoder's concatenation.
+
+    On Hopper, in 16 bits and channels_last, with windows that do not overlap, the transposed
+    convolution writes into its slice of the result. Other calls run one op after the other. The
+    gradient of ``skip`` is a view of the result's gradient, as native's is.
+
+    Args:
+        skip: ``(N, any, P, Q)``, of the sizes of the transposed convolution except for channels.
+        input, weight, bias, stride, padding, output_padding, groups, dilation:
+            :func:`conv_transpose2d`'s.
+        skip_first: the order of the two; False: ``skip`` comes last.
+    Returns:
+        The concatenation over channels.
+    Raises:
+        RuntimeError: as :func:`conv_transpose2d`, or ``skip`` has another size.
+    """
+    name = "conv_transpose2d_cat"
+    stride = pair(name, "stride", stride)
+    padding = pair(name, "padding", padding)
+    output_padding = pair(name, "output_padding", output_padding)
+    dilation = pair(name, "dilation", dilation)
+    if groups.__class__ is not int:
+        groups = _arguments.integer(name, "groups", groups)
+    skip_first = _arguments.flag(name, "skip_first", skip_first)
+    windows = stride, padding, output_padding, groups, dilation
+    try:
+        return ops.conv_transpose2d_cat(skip, input, weight, bias, *windows, skip_first)
+    except RuntimeError as error:
+        operands = {"skip": skip, "input": input, "weight": weight}
+        raise _arguments.error(error, name, operands, {"bias": bias}) from None

@@ -58,6 +58,23 @@ void add_channel_bias(const ConvTranspose2dParams& p, cudaStream_t stream) {
   });
 }
 
+// ---- a gradient with a pitch ----
+
+template <class T>
+void launch_pitched(const ConvTranspose2dBackwardParams& p, const ConvTranspose2dBackwardPlan& plan,
+                    void* workspace, cudaStream_t stream) {
+  if (plan.input) {
+    launch_pitched_input_gradient<T>(p, std::get<TmaIm2colConfig>(plan.input->kernel), stream);
+  }
+  if (plan.weight) {
+    launch_pitched_weight_gradient<T>(p, std::get<TmaIm2colConfig>(plan.weight->kernel), workspace,
+                                      stream);
+  }
+  if (plan.bias) {
+    launch_column_sum(pitched_bias_columns(p), plan.bias->kernel.columns, workspace, stream);
+  }
+}
+
 }  // namespace
 
 void launch_conv_transpose2d(const ConvTranspose2dParams& p, const ConvTranspose2dPlan& plan,
@@ -81,6 +98,10 @@ void launch_conv_transpose2d(const ConvTranspose2dParams& p, const ConvTranspose
 void launch_conv_transpose2d_backward(const ConvTranspose2dBackwardParams& p,
                                       const ConvTranspose2dBackwardPlan& plan, void* workspace,
                                       cudaStream_t stream) {
+  if (p.is_pitched()) {
+    return p.shape.dtype == DType::kBFloat16 ? launch_pitched<bf16>(p, plan, workspace, stream)
+                                             : launch_pitched<half>(p, plan, workspace, stream);
+  }
   if (plan.input) {
     launch_conv2d({p.shape, p.grad_output, p.weight, nullptr, p.grad_input}, *plan.input, workspace,
                   stream);

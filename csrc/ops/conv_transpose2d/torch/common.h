@@ -41,6 +41,17 @@ inline Tensors3 conv_transpose2d_backward(const Tensor& grad_output, const Tenso
                  g.dilation, mask);
 }
 
+inline Tensor conv_transpose2d_cat(const Tensor& skip, const Tensor& input, const Tensor& weight,
+                                   const Tensor& bias, const ConvTranspose2dGeometry& g,
+                                   bool skip_first) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                     SymIntArrayRef, SymIntArrayRef, SymIntArrayRef, SymInt, SymIntArrayRef, bool)>(
+          "warpwright::conv_transpose2d_cat");
+  return op.call(skip, input, weight, optional_if_defined(bias), g.stride, g.padding,
+                 g.output_padding, g.groups, g.dilation, skip_first);
+}
+
 }  // namespace call
 
 inline ConvTranspose2dGeometry transposed_geometry(SymIntArrayRef stride, SymIntArrayRef padding,
@@ -141,8 +152,23 @@ std::array<Int, 4> transposed_output_sizes(c10::ArrayRef<Int> x, c10::ArrayRef<I
   return {x[0], channels, extent[0], extent[1]};
 }
 
-// In onednn.cpp: the output, or the gradients of input and weight, if native's kernels should
-// compute them; otherwise undefined.
+// Elements between the pixels of a slice of channels of a channels-last image; none if it is dense
+// in `format`, or no such slice.
+inline std::optional<int64_t> pixel_pitch(const Tensor& image, at::MemoryFormat format) {
+  if (format != at::MemoryFormat::ChannelsLast || image.dim() != 4) return std::nullopt;
+  if (image.numel() == 0 || image.is_contiguous(format)) return std::nullopt;
+  const int64_t n = image.size(0), c = image.size(1), h = image.size(2), w = image.size(3);
+  const int64_t pitch = w > 1   ? image.stride(3)
+                        : h > 1 ? image.stride(2)
+                        : n > 1 ? image.stride(0)
+                                : c;
+  const bool is_slice = pitch > c && (c == 1 || image.stride(1) == 1) &&
+                        (h == 1 || image.stride(2) == w * pitch) &&
+                        (n == 1 || image.stride(0) == h * w * pitch);
+  return is_slice ? std::optional<int64_t>(pitch) : std::nullopt;
+}
+
+// In onednn.cpp: the output, if native's kernel should compute it; otherwise undefined.
 Tensor conv_transpose2d_onednn(const Conv2dShape& shape, const Tensor& input, const Tensor& weight,
                                const Tensor& bias);
 

@@ -1,41 +1,15 @@
 // conv_transpose2d and conv_transpose2d_backward from tensors to the kernels: checks, CPU, CUDA and
 // Meta. autograd.cpp has the layers above: Autograd and Autocast.
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/conv_transpose2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
-
-#include "ops/conv2d/torch/forward.h"
-#include "ops/conv_transpose2d/torch/common.h"
+#include "ops/conv_transpose2d/torch/forward.h"
 
 namespace warpwright {
 namespace {
 
-// ---- checks and shapes ----
-
-using Sizes4 = std::array<int64_t, 4>;
-
-template <class Int>
-c10::ArrayRef<Int> extents_of(const Tensor& tensor) {
-  if constexpr (std::is_same_v<Int, int64_t>) {
-    return tensor.sizes();
-  } else {
-    return tensor.sym_sizes();
-  }
-}
-
-template <class Int>
-std::array<Int, 4> checked_output_sizes(const Tensor& input, const Tensor& weight,
-                                        const Tensor& bias, const TransposedWindows<Int>& v) {
-  if (!bias.defined()) {
-    return transposed_output_sizes<Int>(extents_of<Int>(input), extents_of<Int>(weight), nullptr,
-                                        v);
-  }
-  const auto sizes = extents_of<Int>(bias);
-  return transposed_output_sizes<Int>(extents_of<Int>(input), extents_of<Int>(weight), &sizes, v);
-}
+// ---- CPU and CUDA ----
 
 template <class Int>
 void check_transposed_backward(const Tensor& grad_output, const Tensor& input,
@@ -52,80 +26,8 @@ void check_transposed_backward(const Tensor& grad_output, const Tensor& input,
                               "bfloat16 or float16, got ", input.scalar_type());
 }
 
-// The convolution whose input gradient the call is (conv_transpose2d.h). An output padding of a
-// stride or more, which a larger dilation allows, has room for more windows than x has pixels: then
-// p and q exceed x's extents, and x gets rows and columns of zeros.
-Conv2dShape transposed_shape(const Tensor& input, const Tensor& weight, const Sizes4& out,
-                             const TransposedWindows<int64_t>& v, at::MemoryFormat format) {
-  const int64_t limit = input.is_cuda() ? kMaxPaddedCuda : kMaxPaddedCpu;
-  Conv2dShape s{};
-  s.dtype = dtype_of(input);
-  s.channels_last = format == at::MemoryFormat::ChannelsLast;
-  s.n = out[0], s.c = out[1], s.h = out[2], s.w = out[3];
-  s.k = weight.size(0), s.r = weight.size(2), s.s = weight.size(3);
-  s.p = input.size(2) + v.output_padding[0] / v.stride[0];
-  s.q = input.size(3) + v.output_padding[1] / v.stride[1];
-  s.stride_h = v.stride[0], s.stride_w = v.stride[1];
-  s.pad_h = v.pad_before[0], s.pad_w = v.pad_before[1];
-  s.dilation_h = v.dilation[0], s.dilation_w = v.dilation[1];
-  s.groups = v.groups;
-  for (int i = 0; i < 2; ++i) {
-    const int64_t extent = checked_add(out[i + 2], checked_mul(2, v.pad_before[i]));
-    TORCH_CHECK(extent <= limit, "conv_transpose2d: input: expected windows of at most ", limit,
-                " rows and columns on ", input.device().type(), ", got ", extent,
-                " of an output of ", out[i + 2], " with padding ", v.pad_before[i]);
-  }
-  fit_windows(s);
-  return s;
-}
-
-// x with the zeros that transposed_shape() counts.
-Tensor extended(const Tensor& x, const Conv2dShape& s) {
-  const int64_t rows = s.p - x.size(2), columns = s.q - x.size(3);
-  if (rows == 0 && columns == 0) return x;
-  return at::constant_pad_nd(x, {0, columns, 0, rows});
-}
-
-// ---- CPU and CUDA ----
-
-// `run(ConvTranspose2dParams)` computes the output, if it is not empty.
-template <class Run>
-Tensor conv_transpose2d_with(const Tensor& input_, const Tensor& weight, const Tensor& bias,
-                             IntArrayRef stride, IntArrayRef padding, IntArrayRef output_padding,
-                             int64_t groups, IntArrayRef dilation, Run&& run) {
-  check_transposed_types(input_, weight, bias);
-  if (!is_ours(input_)) {
-    return at::conv_transpose2d(input_, weight, optional_if_defined(bias), stride, padding,
-                                output_padding, groups, dilation);
-  }
-  const Tensor input = batched(input_);
-  const auto v =
-      expand_transposed_windows<int64_t>(stride, padding, output_padding, groups, dilation);
-  const Sizes4 sizes = checked_output_sizes<int64_t>(input, weight, bias, v);
-  const auto format = memory_format_of(input, weight);
-  const auto options = input.options().memory_format(format);
-  if (input.numel() == 0) return at::empty(sizes, options);
-  check_has_storage(input, "conv_transpose2d: input");
-  check_has_storage(weight, "conv_transpose2d: weight");
-  check_has_storage(bias, "conv_transpose2d: bias");
-  const Conv2dShape shape = transposed_shape(input, weight, sizes, v, format);
-  const Tensor padded = extended(input, shape);
-  Tensor output;
-  if (input.is_cpu()) output = conv_transpose2d_onednn(shape, padded, weight, bias);
-  if (!output.defined()) {
-    output = at::empty(sizes, options);
-    const Tensor x = in_format(padded, format);
-    const Tensor w = in_format(weight, format);
-    const Tensor b = bias.defined() ? bias.contiguous() : Tensor();
-    run(ConvTranspose2dParams{shape, x.const_data_ptr(), w.const_data_ptr(),
-                              b.defined() ? b.const_data_ptr() : nullptr, output.mutable_data_ptr(),
-                              shape.c});
-    if (input.is_cpu() && b.defined()) output.add_(b.view({-1, 1, 1}));
-  }
-  return input_.dim() == 3 ? output.squeeze(0) : output;
-}
-
-// `run(ConvTranspose2dBackwardParams)` computes the gradients.
+// `run(grad_output, format, ConvTranspose2dBackwardParams)` computes the gradients. If it reads
+// grad_output in another layout than the parameters say, it makes it dense in the format.
 template <class Run>
 Tensors3 conv_transpose2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
                                         const Tensor& weight, IntArrayRef stride,
@@ -165,14 +67,18 @@ Tensors3 conv_transpose2d_backward_with(const Tensor& grad_output_, const Tensor
     grad_weight = ours[1] ? at::empty(weight.sizes(), options) : native[1];
     if (mask[2]) grad_bias = at::empty({sizes[1]}, input.options());
     if (ours[0] || ours[1] || mask[2]) {
-      const Tensor dy = in_format(grad_output, format);
       const Tensor x = ours[1] ? in_format(padded, format) : Tensor();
       const Tensor w = ours[0] ? in_format(weight, format) : Tensor();
       auto in = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
-      run(ConvTranspose2dBackwardParams{shape, dy.const_data_ptr(), in(x), in(w),
-                                        ours[0] ? grad_input.mutable_data_ptr() : nullptr,
-                                        ours[1] ? grad_weight.mutable_data_ptr() : nullptr,
-                                        mask[2] ? grad_bias.mutable_data_ptr() : nullptr});
+      run(grad_output, format,
+          {.shape = shape,
+           .grad_output = grad_output.const_data_ptr(),
+           .pitch = pixel_pitch(grad_output, format).value_or(shape.c),
+           .input = in(x),
+           .weight = in(w),
+           .grad_input = ours[0] ? grad_input.mutable_data_ptr() : nullptr,
+           .grad_weight = ours[1] ? grad_weight.mutable_data_ptr() : nullptr,
+           .grad_bias = mask[2] ? grad_bias.mutable_data_ptr() : nullptr});
     }
     const bool is_extended = shape.p != input.size(2) || shape.q != input.size(3);
     if (mask[0] && is_extended) {
@@ -194,7 +100,10 @@ void conv_transpose2d_cpu(const ConvTranspose2dParams& p) {
   conv2d_backward_cpu(dgrad);
 }
 
-void conv_transpose2d_backward_cpu(const ConvTranspose2dBackwardParams& p) {
+void conv_transpose2d_backward_cpu(const Tensor& grad_output, at::MemoryFormat format,
+                                   ConvTranspose2dBackwardParams p) {
+  const Tensor dense = in_format(grad_output, format);
+  p.grad_output = dense.const_data_ptr();
   if (p.grad_input != nullptr) {
     conv2d_cpu({p.shape, p.grad_output, p.weight, /*bias=*/nullptr, p.grad_input});
   }
@@ -252,11 +161,17 @@ Tensors3 conv_transpose2d_backward_cuda_kernel(const Tensor& grad_output, const 
   const CudaCall call(input);
   return conv_transpose2d_backward_with(
       grad_output, input, weight, stride, padding, output_padding, groups, dilation, mask,
-      [&](ConvTranspose2dBackwardParams p) {
+      [&](const Tensor& grad, at::MemoryFormat format, ConvTranspose2dBackwardParams p) {
         p.shape.allow_tf32 = allow_tf32();
         p.shape.sm90 = sm90_path_available();
-        const ConvTranspose2dBackwardPlan plan =
-            choose_conv_transpose2d_backward(p, current_device_info());
+        const DeviceInfo& device = current_device_info();
+        Tensor dense = grad;
+        if (!p.is_pitched() || why_not_pitched(p, device) != nullptr) {
+          dense = dense_slice(grad, format, call.stream);
+          p.grad_output = dense.const_data_ptr();
+          p.pitch = p.shape.c;
+        }
+        const ConvTranspose2dBackwardPlan plan = choose_conv_transpose2d_backward(p, device);
         const Workspace workspace(plan.workspace_bytes(), input);
         launch_conv_transpose2d_backward(p, plan, workspace.data(), call.stream);
       });

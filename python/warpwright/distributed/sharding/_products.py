@@ -147,6 +147,14 @@ def conv_transpose2d(x: Any, w: Any, b: Any, *options: Any) -> list[Row]:
     return rows
 
 
+def conv_transpose2d_cat(skip: Any, x: Any, w: Any, b: Any, *options: Any) -> list[Row]:
+    """Over N: a shard of channels would be one of either operand."""
+    rows: list[Row] = [all_replicated(1, 4)]
+    if x.ndim == 4 and not _is_cut(x, (2, 3)):
+        rows.append(([S(0)], [S(0), S(0), R, R]))
+    return rows
+
+
 def conv_transpose2d_backward(dy: Any, x: Any, w: Any, *options: Any) -> list[Row]:
     groups, mask, c = options[3], options[5], x.ndim - 3
     if _is_cut(x, (c + 1, c + 2)):
@@ -196,6 +204,11 @@ RULES = {
     "conv2d_backward": Rule(conv2d_backward, kept=("weight",), advice=CONV_ADVICE),
     "conv_transpose2d": Rule(
         conv_transpose2d, kept=("weight",), advice=f"conv_transpose2d is computed {OVER}"
+    ),
+    "conv_transpose2d_cat": Rule(
+        conv_transpose2d_cat,
+        kept=("weight",),
+        advice="conv_transpose2d_cat is computed over N. For other shards, call torch.cat.",
     ),
     "conv_transpose2d_backward": Rule(
         conv_transpose2d_backward, kept=("weight",), advice=f"conv_transpose2d is computed {OVER}"
