@@ -62,6 +62,16 @@ IMAGES = {
 }
 
 
+# n, c, h, w, k, taps, stride, padding, groups
+TRANSPOSED: dict[str, tuple[int, int, int, int, int, tuple[int, int], int, int, int]] = {
+    "U-Net": (2, 64, 32, 32, 32, (2, 2), 2, 0, 1),
+    "DCGAN": (8, 64, 16, 16, 32, (4, 4), 2, 1, 1),
+    "to an image": (8, 64, 16, 16, 3, (4, 4), 2, 1, 1),
+    "3x3": (2, 32, 28, 28, 32, (3, 3), 1, 1, 1),
+    "depthwise": (2, 32, 28, 28, 32, (4, 4), 2, 1, 32),
+}
+
+
 @dataclass
 class Case:
     op: str
@@ -97,6 +107,19 @@ def convolutions() -> Iterator[Case]:
                 return f.conv2d(x, weight, *args)
 
             yield Case("conv2d", name, layout, run, [x, weight, args[0]])
+
+
+def transposed_convolutions() -> Iterator[Case]:
+    for name, (n, c, h, w, k, taps, stride, padding, groups) in TRANSPOSED.items():
+        for layout, memory in LAYOUTS.items():
+            x = torch.randn(n, c, h, w).to(memory_format=memory)
+            weight = torch.randn(c, k // groups, *taps).to(memory_format=memory)
+            args = (torch.randn(k), stride, padding, 0, groups)
+
+            def run(f: Any, x: Tensor = x, weight: Tensor = weight, args: Any = args) -> Tensor:
+                return f.conv_transpose2d(x, weight, *args)
+
+            yield Case("conv_transpose2d", name, layout, run, [x, weight, args[0]])
 
 
 def images() -> Iterator[Case]:
@@ -422,7 +445,7 @@ def main() -> int:
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, "
           f"library {warpwright.__version__}")  # fmt: skip
     results = []
-    for case in (*convolutions(), *images(), *matrices()):
+    for case in (*convolutions(), *transposed_convolutions(), *images(), *matrices()):
         if not re.search(options.only, f"{case.op} {case.shape} {case.layout}"):
             continue
         for threads in options.threads:

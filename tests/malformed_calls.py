@@ -269,11 +269,16 @@ def native_functions():
 
         return run
 
+    def upsampled_cat(skip, *args, skip_first=True, **options):
+        y = native.conv_transpose2d(*args, **options)
+        return torch.cat([skip, y] if skip_first else [y, skip], -3)
+
     def conv_norm_pool(*args, pool_kernel_size, **options):
         return native.max_pool2d(conv_norm("relu")(*args, **options), pool_kernel_size)
 
     return {
         "conv2d_batch_norm_relu_max_pool2d": conv_norm_pool,
+        "conv_transpose2d_cat": upsampled_cat,
         "conv2d_batch_norm": conv_norm(""),
         "conv2d_batch_norm_relu": conv_norm("relu"),
         "conv2d_batch_norm_add_relu": conv_norm("add_relu"),
@@ -283,7 +288,8 @@ def native_functions():
             name: getattr(native, name)
             for name in (
                 *("gelu", "silu", "sigmoid", "tanh", "dropout"),
-                *("relu", "relu_", "linear", "conv2d", "max_pool2d", "max_pool2d_with_indices"),
+                *("relu", "relu_", "linear", "conv2d", "conv_transpose2d"),
+                *("max_pool2d", "max_pool2d_with_indices"),
                 *("batch_norm", "layer_norm", "rms_norm", "softmax", "log_softmax"),
                 *("group_norm", "instance_norm", "embedding"),
                 *("cross_entropy", "scaled_dot_product_attention"),

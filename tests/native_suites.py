@@ -88,6 +88,7 @@ OURS = {
     ("nn.functional.cross_entropy", ""): F.cross_entropy,
     ("nn.functional.linear", ""): F.linear,
     ("nn.functional.conv2d", ""): F.conv2d,
+    ("nn.functional.conv_transpose2d", ""): F.conv_transpose2d,
     ("nn.functional.scaled_dot_product_attention", ""): functools.partial(
         wrapper_set_seed, F.scaled_dot_product_attention
     ),

@@ -26,6 +26,8 @@ def make_calls(device):
         ("relu", {"input": image}),
         ("conv2d", {"input": image, "weight": t(8, 4, 3, 3), "bias": t(8)}
             | {"stride": 1, "padding": 1, "dilation": 1, "groups": 1}),
+        ("conv_transpose2d", {"input": image, "weight": t(4, 8, 3, 3), "bias": t(8)}
+            | {"stride": 2, "padding": 1, "output_padding": 1, "groups": 1, "dilation": 1}),
         ("linear", {"input": t(6, 5), "weight": t(3, 5), "bias": t(3)}),
         ("max_pool2d", {"input": image} | window),
         ("max_pool2d_with_indices", {"input": image} | window),

@@ -294,6 +294,15 @@ def test_conv2d(device, dims, images):
     check(function, dims, *operands(device, dims, (*images, 4, 6, 7), (6, 2, 3, 3), (6,)))
 
 
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("images", [(), (2,)])
+def test_conv_transpose2d(device, dims, images):
+    def function(x, w, b):
+        return F.conv_transpose2d(x, w, b, 2, 1, 1, groups=2)
+
+    check(function, dims, *operands(device, dims, (*images, 4, 4, 5), (4, 3, 3, 3), (6,)))
+
+
 def test_conv2d_same(device):
     args = operands(device, (0, None), (2, 4, 6, 6), (5, 4, 3, 3))
     check(lambda x, w: F.conv2d(x, w, padding="same"), (0, None), *args)

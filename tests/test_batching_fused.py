@@ -378,3 +378,15 @@ def test_linear_cross_entropy_of_16_bits(device, one_call, dtype, reduction):
 
     found, expected = vmap(gradients)(x, t), loop(gradients, (0, 0), x, t)
     torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("skip_dim", [0, None])
+@pytest.mark.parametrize("images", [(), (2,)])
+def test_conv_transpose2d_cat(device, dims, skip_dim, images):
+    def function(skip, x, w, b):
+        return F.conv_transpose2d_cat(skip, x, w, b, 2, skip_first=skip_dim is None)
+
+    dims = (skip_dim, *dims)
+    shapes = (*images, 3, 8, 10), (*images, 4, 4, 5), (4, 6, 2, 2), (6,)
+    check(function, dims, *operands(device, dims, *shapes))

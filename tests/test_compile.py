@@ -88,6 +88,7 @@ def test_the_rest_stays_ours(device):
     w, labels = torch.randn(9, 9, device=device), torch.arange(2, device=device)
     called = {
         "conv2d": lambda: F.conv2d(x, x[:, :, :3, :3]),
+        "conv_transpose2d": lambda: F.conv_transpose2d(x, x[0].view(4, 1, 9, 9)),
         "linear": lambda: F.linear(x, w),
         "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(x, x, x),
         "cross_entropy": lambda: F.cross_entropy(w[:2], labels),

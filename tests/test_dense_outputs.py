@@ -108,6 +108,10 @@ def calls(make, device):
         ),
         "max_pool2d": (both("max_pool2d", 2), x),
         "conv2d": (both("conv2d", w, b), x),
+        "conv_transpose2d": (
+            both("conv_transpose2d", torch.randn(3, 4, 2, 2, device=device), b),
+            x,
+        ),
         "linear": (both("linear", torch.randn(4, 5, device=device)), x),
         "linear_gelu": (
             [

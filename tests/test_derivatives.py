@@ -130,6 +130,21 @@ CASES = {
         lambda *a: native.conv2d(*a, padding="same"),
         {"x": IMAGES, "w": (2, 4, 3, 2)},
     ),
+    "conv_transpose2d": Case(
+        lambda *a: F.conv_transpose2d(*a, stride=2, padding=1),
+        lambda *a: native.conv_transpose2d(*a, stride=2, padding=1),
+        {"x": IMAGES, "w": (4, 2, 3, 2), "b": (2,)},
+    ),
+    "conv_transpose2d_cat": Case(
+        lambda *a: F.conv_transpose2d_cat(*a, stride=2),
+        lambda s, *a: torch.cat([s, native.conv_transpose2d(*a, stride=2)], 1),
+        {
+            "s": (IMAGES[0], 3, 2 * IMAGES[2], 2 * IMAGES[3]),
+            "x": IMAGES,
+            "w": (4, 2, 2, 2),
+            "b": (2,),
+        },
+    ),
     "linear": Case(F.linear, native.linear, LINEAR),
     "linear_3d": Case(F.linear, native.linear, {"x": (2, 3, 4), "w": (5, 4)}),
     "linear_relu": activation_case("relu"),

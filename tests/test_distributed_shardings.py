@@ -52,6 +52,33 @@ CASES = {
     "conv2d C": (F.conv2d, ((2, 4, 6, 6), (6, 4, 3, 3), (6,)), "S1 S1 R", {"padding": 1}),
     "conv2d groups": (F.conv2d, ((2, 4, 6, 6), (8, 1, 3, 3), (8,)), "S0 R R", {"groups": 4}),
     "conv2d one image": (F.conv2d, ((4, 6, 6), (6, 4, 3, 3), (6,)), "R S0 S0", {}),
+    **{
+        f"conv_transpose2d {words}": (
+            F.conv_transpose2d,
+            ((4, 4, 5, 5), (4, 6, 2, 2), (6,)),
+            words,
+            {"stride": 2},
+        )
+        for words in ("S0 R R", "R S1 S0", "S1 S0 R")
+    },
+    "conv_transpose2d_cat": (
+        F.conv_transpose2d_cat,
+        ((4, 3, 10, 10), (4, 4, 5, 5), (4, 6, 2, 2), (6,)),
+        "S0 S0 R R",
+        {"stride": 2},
+    ),
+    "conv_transpose2d groups": (
+        F.conv_transpose2d,
+        ((4, 4, 5, 5), (4, 2, 2, 2), (8,)),
+        "S0 R R",
+        {"groups": 4},
+    ),
+    "conv_transpose2d one image": (
+        F.conv_transpose2d,
+        ((4, 5, 5), (4, 6, 2, 2), (6,)),
+        "R S1 S0",
+        {},
+    ),
     "relu": (F.relu, ((3, 4),), "S1", {}),
     **{
         name: (getattr(F, name), ((3, 4),), "S1", {})

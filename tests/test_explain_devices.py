@@ -35,6 +35,13 @@ CALLS = {
     "linear_int8": lambda: (half(16384, 768), torch.empty(3072, 768).char(), torch.empty(3072)),
     "linear_quantized": lambda: (half(16, 4096), half(4096, 2048).byte(), half(4096, 32)),
     "conv2d": lambda: (image(), weight()),
+    "conv_transpose2d": lambda: (image(), weight()[:64], None, 2, 1),
+    "conv_transpose2d_cat": lambda: (
+        half(32, 64, 112, 112).to(memory_format=torch.channels_last),
+        image(),
+        weight()[:64, :, :2, :2].contiguous(memory_format=torch.channels_last),
+        *(None, 2),
+    ),
     "conv2d_batch_norm": lambda: (image(), weight()),
     "conv2d_batch_norm_relu_max_pool2d": lambda: (
         *(torch.empty(64, 1, 28, 28), torch.empty(32, 1, 3, 3), None),

@@ -213,6 +213,39 @@ def test_conv2d(device, dtype):
 
 
 @each_dtype
+def test_conv_transpose2d(device, dtype):
+    channels = st.sampled_from([1, 2, 3, 4, 8, 9, 16])
+    exactly = ("normal", "normal", "integer")
+
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=exactly)
+        groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
+        c_in, c_out = draw(channels), draw(channels)
+        shape = (draw(st.sampled_from([0, 1, 2, 3])), groups * c_in, draw(SIDE), draw(SIDE))
+        kernel = [draw(st.integers(1, 4)) for _ in range(2)]
+        # Windows that tile the output are half of the cases.
+        tiles = draw(st.booleans())
+        stride = kernel if tiles else [draw(st.integers(1, 3)) for _ in range(2)]
+        dilation = [1 if tiles else draw(st.integers(1, 3)) for _ in range(2)]
+        more = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
+        args = (
+            make(*shape[draw(st.integers(0, 1)) :]),
+            make(groups * c_in, c_out, *kernel),
+            make.maybe(groups * c_out),
+            stride,
+            # Native raises for an output without pixels, by the message of its kernel.
+            [0 if tiles else draw(st.integers(0, d * (k - 1) // 2))
+             for k, d in zip(kernel, dilation, strict=True)],
+            [0, 0] if tiles and draw(st.booleans()) else more,
+            groups,
+            dilation,
+        )  # fmt: skip
+        check(make, errors, F.conv_transpose2d, NATIVE.conv_transpose2d, args)
+
+    run(test)
+
+
+@each_dtype
 def test_batch_norm(device, dtype):
     def test(draw, errors):
         statistics = draw(st.booleans())

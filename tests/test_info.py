@@ -129,6 +129,8 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     _ops.ops.cross_entropy_extras(x, x, return_lse=True)
     F.conv2d(x, x)
     F.conv2d(x, x, padding="same")
+    F.conv_transpose2d(x, x)
+    F.conv_transpose2d_cat(x, x, x)
     F.batch_norm(x, None, None, training=False)
     _ops.ops.batch_norm_update(x, None, None, x, x, 0.1, 1e-5)
     _ops.ops.batch_norm_relu(x, None, None, None, None, None, True, 1e-5)

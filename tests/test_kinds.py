@@ -134,6 +134,7 @@ def _calls(of):
         "linear": (of.linear, [(3, 4), (5, 4), (5,)]),
         "linear without bias": (of.linear, [(3, 4), (5, 4)]),
         "conv2d": (of.conv2d, [image, (4, 3, 2, 2), (4,)]),
+        "conv_transpose2d": (of.conv_transpose2d, [image, (3, 4, 2, 2), (4,)]),
         "conv2d same": (lambda x, w: of.conv2d(x, w, padding="same"), [image, (4, 3, 2, 2)]),
         "batch_norm in training": (batch_norm(of, True), [(4, 3), (3,), (3,), (3,), (3,)]),
         "batch_norm": (batch_norm(of, False), [(4, 3), (3,), (3,), (3,), (3,)]),

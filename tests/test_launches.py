@@ -157,6 +157,18 @@ def quantized(rows, scheme):
     return (x,), lambda: layer(x)
 
 
+def conv_transpose2d(x, weight, *options):
+    bias = random(weight.shape[1], dtype=weight.dtype)
+    return (x, weight, bias), lambda: F.conv_transpose2d(x, weight, bias, *options)
+
+
+def conv_transpose2d_cat(skip, x):
+    weight = channels_last(x.shape[1], skip.shape[1], 2, 2)
+    bias = random(skip.shape[1], dtype=weight.dtype)
+    operands = (skip, x, weight, bias)
+    return operands, lambda: F.conv_transpose2d_cat(*operands, 2)
+
+
 # (what, its inputs and call, at most so many launches forward and backward)
 CASES = {
     "batch_norm on chip, NCHW": (lambda: batch_norm(random(64, 256, 7, 7)), 1, 1),
@@ -171,6 +183,21 @@ CASES = {
         lambda: conv2d_batch_norm(channels_last(73, 64, 57, 57), channels_last(64, 64, 3, 3)),
         3,  # the convolution, the merge of its records, batch norm's second pass
         5,  # batch norm in two passes, the input's gradient, the weight's and the sum of its parts
+    ),
+    "conv_transpose2d, one product of all taps": (
+        lambda: conv_transpose2d(channels_last(4, 128, 32, 32), channels_last(128, 64, 2, 2), 2),
+        1,  # the bias with it
+        5,  # the input's gradient; the weight's and the sum of its parts; the bias's, the same
+    ),
+    "conv_transpose2d_cat": (
+        lambda: conv_transpose2d_cat(channels_last(4, 64, 64, 64), channels_last(4, 128, 32, 32)),
+        2,  # the copy, and the product with its bias
+        5,  # as without the concatenation: no slice is copied
+    ),
+    "conv_transpose2d, the input gradient of a convolution": (
+        lambda: conv_transpose2d(channels_last(4, 128, 32, 32), channels_last(128, 64, 4, 4), 2, 1),
+        5,  # four phases, and the bias
+        5,
     ),
     "conv2d_batch_norm_relu_max_pool2d": (
         lambda: first_layer(random(8, 1, 28, 28).detach(), random(32, 1, 3, 3)),

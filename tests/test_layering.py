@@ -11,6 +11,7 @@ SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
 MAX_LINES = 500
 COMPOSED = {"linear_cross_entropy"}  # of other ops' kernels: none of its own
 COMPOSED_ON_CPU = {
+    "conv_transpose2d",
     *("conv2d_batch_norm", "conv2d_batch_norm_relu_max_pool2d"),
     *("layer_scale_add", "squeeze_excitation"),
 }
@@ -20,6 +21,7 @@ MADE_OF = {
     "linear_cross_entropy": {"linear", "cross_entropy"},
     "linear_quantized": {"linear"},
     "conv2d_batch_norm": {"conv2d", "batch_norm"},
+    "conv_transpose2d": {"conv2d"},
     "conv2d_batch_norm_relu_max_pool2d": {
         *("conv2d", "batch_norm", "batch_norm_relu_max_pool2d", "max_pool2d"),
     },

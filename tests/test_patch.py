@@ -28,6 +28,7 @@ def calls(monkeypatch):
     for name in (
         "batch_norm",
         "conv2d",
+        "conv_transpose2d",
         "cross_entropy",
         "embedding",
         "group_norm",
@@ -64,6 +65,8 @@ ROUTED = [
     *((f, IMAGE, "tanh") for f in (native.tanh, torch.tanh, torch.Tensor.tanh)),
     (lambda x: native.conv2d(x, x, padding=1), IMAGE, "conv2d"),
     (lambda x: torch.conv2d(input=x, weight=x, stride=2), IMAGE, "conv2d"),
+    (lambda x: native.conv_transpose2d(x, x[0, :, None], None, 2), IMAGE, "conv_transpose2d"),
+    (lambda x: torch.conv_transpose2d(x, weight=x[0, :, None]), IMAGE, "conv_transpose2d"),
     (lambda x: native.batch_norm(x, None, None, training=True), IMAGE, "batch_norm"),
     (lambda x: native.max_pool2d(x, 2), IMAGE, "max_pool2d"),
     (lambda x: torch.max_pool2d(x, 3, stride=1), IMAGE, "max_pool2d"),

@@ -38,7 +38,11 @@ def test_every_op_has_calls():
 # ---- storage ----
 
 # The gradient of one operand reads the other.
-READ_FOR = {("conv2d_backward", "input"): 1, ("conv2d_backward", "weight"): 0}  # place in the mask
+READ_FOR = {  # place in the mask
+    (f"{op}_backward", name): place
+    for op in ("conv2d", "conv_transpose2d")
+    for name, place in (("input", 1), ("weight", 0))
+}
 
 
 def is_read(op, name, call):

@@ -220,6 +220,15 @@ CALLS = {
         [(2, 3, 9, 9), (4, 3, 3, 3), (4,)],
     ),
     "conv2d of one image": (lambda of: of.conv2d, [(3, 9, 9), (4, 3, 3, 3)]),
+    "conv_transpose2d": (
+        lambda of: lambda x, w, b: of.conv_transpose2d(x, w, b, 2, 1, 1),
+        [(2, 3, 5, 6), (3, 4, 3, 3), (4,)],
+    ),
+    "conv_transpose2d of one image": (lambda of: of.conv_transpose2d, [(3, 5, 6), (3, 4, 3, 3)]),
+    "conv_transpose2d in groups": (
+        lambda of: lambda x, w: of.conv_transpose2d(x, w, groups=2),
+        [(2, 4, 5, 6), (4, 2, 3, 3)],
+    ),
     "conv2d same": (
         lambda of: lambda x, w: of.conv2d(x, w, padding="same"),
         [(2, 3, 9, 9), (4, 3, 3, 3)],

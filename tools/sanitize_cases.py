@@ -63,6 +63,7 @@ CASES = {
     "fft_conv": images.fft_conv_cases,
     "conv2d": images.conv2d_cases,
     "conv2d_walk": images.conv2d_walk_cases,
+    "conv_transpose2d": images.conv_transpose2d_cases,
     "conv2d_batch_norm": images.conv2d_batch_norm_cases,
     "conv2d_batch_norm_relu_max_pool2d": images.conv2d_batch_norm_relu_max_pool2d_cases,
     "cross_entropy": rows.cross_entropy_cases,

@@ -408,6 +408,7 @@ void define_explain(py::module_& m) {
   m.def("explain_gated_activation", &explain_gated_activation);
   m.def("explain_rotary_embedding", &explain_rotary_embedding);
   define_explain_attention(m);
+  define_explain_conv_transpose2d(m);
   define_explain_elementwise(m);
   define_explain_embedding(m);
   define_explain_layer_scale_add(m);

@@ -39,8 +39,9 @@ inline int64_t numel(const TensorLayout& x) {
 // Adds explain_<op>() to the module. Each returns one line per kernel of a call and its backward.
 void define_explain(pybind11::module_& m);
 // Its parts: attention, elementwise ops, embedding, layer_scale_add, the matrix product's ops,
-// reductions and scans, squeeze-and-excitation, FFT convolution.
+// reductions and scans, squeeze-and-excitation, transposed and FFT convolution.
 void define_explain_attention(pybind11::module_& m);
+void define_explain_conv_transpose2d(pybind11::module_& m);
 void define_explain_elementwise(pybind11::module_& m);
 void define_explain_embedding(pybind11::module_& m);
 void define_explain_layer_scale_add(pybind11::module_& m);

@@ -60,6 +60,33 @@ def explain_conv2d_cpu(
     onednn: bool,
     avx512: bool,
 ) -> list[tuple[str, str]]: ...
+def explain_conv_transpose2d(
+    dtype: str,
+    tf32: bool,
+    input: Operand,
+    weight: Operand,
+    bias: int,
+    output: Sequence[int],
+    pixels: Sequence[int],
+    channels_last: bool,
+    window: Sequence[int],
+    groups: int,
+    pitch: int,
+    device: DeviceInfo,
+    sm90: bool,
+) -> list[tuple[str, str]]: ...
+def explain_conv_transpose2d_cpu(
+    dtype: str,
+    input: Operand,
+    weight: Operand,
+    output: Sequence[int],
+    pixels: Sequence[int],
+    channels_last: bool,
+    window: Sequence[int],
+    groups: int,
+    onednn: bool,
+    avx512: bool,
+) -> list[tuple[str, str]]: ...
 def explain_conv2d_moments(
     dtype: str,
     input: Operand,

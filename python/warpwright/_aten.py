@@ -108,6 +108,28 @@ def conv2d_backward(
     return tuple(grad if wanted else None for grad, wanted in zip(grads, mask, strict=True))
 
 
+def conv_transpose2d_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    output_padding: list[int],
+    groups: int,
+    dilation: list[int],
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    single = input.dim() == 3
+    windows = [_pair(value) for value in (stride, padding, dilation)]
+    operands = (grad[None], input[None]) if single else (grad, input)
+    channels = [weight.shape[1] * groups]
+    found = aten.convolution_backward(
+        *operands, weight, channels, *windows, True, _pair(output_padding), groups, mask
+    )
+    grads = (found[0][0] if single and mask[0] else found[0], *found[1:])
+    return tuple(grad if wanted else None for grad, wanted in zip(grads, mask, strict=True))
+
+
 def _pair(value: Any) -> list[int]:
     return [*value] if len(value) == 2 else [*value] * 2
 

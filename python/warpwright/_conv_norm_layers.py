@@ -1,4 +1,4 @@
-"""The convolution and the batch norms of :mod:`warpwright.nn`, and the two as one layer."""
+"""The convolutions and the batch norms of :mod:`warpwright.nn`, and the two as one layer."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ class Conv2d(Named, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, self.weight, self.bias)
+
+
+class ConvTranspose2d(Named, nn.ConvTranspose2d):
+    """``torch.nn.ConvTranspose2d`` on :func:`warpwright.functional.conv_transpose2d`."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        layer: Any = self  # typed as a layer that may also pad by a word
+        stride, padding, dilation = layer.stride, layer.padding, layer.dilation
+        more = layer._output_padding(
+            input, output_size, stride, padding, layer.kernel_size, 2, dilation
+        )
+        return F.conv_transpose2d(
+            input, self.weight, self.bias, stride, padding, more, self.groups, dilation
+        )
 
 
 class _BatchNorm(Named, RunningStatistics):

@@ -25,6 +25,11 @@ def conv2d(device: str) -> Example:
     return "1x4x6x6 -> 4, 3x3", operands, {"padding": 1}
 
 
+def conv_transpose2d(device: str) -> Example:
+    operands = (_leaf(device, 1, 4, 6, 6), _leaf(device, 4, 4, 2, 2), _leaf(device, 4))
+    return "1x4x6x6 -> 4, 2x2, stride 2", operands, {"stride": 2}
+
+
 def batch_norm(device: str) -> Example:
     statistics = torch.zeros(4, device=device), torch.ones(4, device=device)
     affine = _leaf(device, 4), _leaf(device, 4)

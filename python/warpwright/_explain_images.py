@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,13 +79,67 @@ def conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_conv2d(dtype_name(a["input"]), tf32, *shape, gpu, sm90)
 
 
-def conv2d_cpu(a: Arguments) -> Lines:
+def on_cpu(explain: Callable[..., Lines], *call: Any) -> Lines:
     mkldnn: Any = torch.backends.mkldnn
     onednn = mkldnn.is_available() and mkldnn.enabled
-    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    lines = _C.explain_conv2d_cpu(dtype_name(a["input"]), *conv2d_shape(a), onednn, avx512)
+    lines = explain(*call, onednn, torch.backends.cpu.get_cpu_capability() == "AVX512")
     threads = f", {torch.get_num_threads()} threads"
     return [(role, text + threads) for role, text in lines]
+
+
+def conv2d_cpu(a: Arguments) -> Lines:
+    return on_cpu(_C.explain_conv2d_cpu, dtype_name(a["input"]), *conv2d_shape(a))
+
+
+def _transposed_shape(
+    a: Arguments,
+) -> tuple[Sequence[int], Sequence[int], bool, Sequence[int], int]:
+    """Output size, pixels of x, layout, window and groups, as the explainers take them."""
+    x, weight = a["input"], a["weight"]
+    x = x if x.dim() == 4 else x.unsqueeze(0)
+    stride, padding, more, dilation = (
+        pair_of(a[name]) for name in ("stride", "padding", "output_padding", "dilation")
+    )
+    windows = (stride, padding, more, a["groups"], dilation)
+    output = functional.conv_transpose2d(x.to("meta"), weight.to("meta"), None, *windows)
+    pixels = [
+        size + rows // step for size, rows, step in zip(x.shape[2:], more, stride, strict=True)
+    ]
+    channels_last = torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight))
+    window = [*stride, *padding, *dilation]
+    return output.shape[2:], pixels, channels_last, window, a["groups"]
+
+
+def _transposed_operands(a: Arguments) -> tuple[_C.Operand, _C.Operand]:
+    x = a["input"]
+    return operand_of(x if x.dim() == 4 else x.unsqueeze(0)), operand_of(a["weight"])
+
+
+def conv_transpose2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x, weight = _transposed_operands(a)
+    bias = a["bias"].data_ptr() if a["bias"] is not None and a["bias"].is_cuda else 0
+    dtype, tf32, sm90 = dtype_name(a["input"]), conv_allows_tf32(), may_take_sm90()
+    return _C.explain_conv_transpose2d(
+        dtype, tf32, x, weight, bias, *_transposed_shape(a), 0, gpu, sm90
+    )
+
+
+def conv_transpose2d_cat(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x, weight = _transposed_operands(a)
+    skip, up = a["skip"], a["input"]
+    bias = a["bias"].data_ptr() if a["bias"] is not None and a["bias"].is_cuda else 0
+    dtype, tf32, sm90 = dtype_name(up), conv_allows_tf32(), may_take_sm90()
+    shape = _transposed_shape(a)
+    rows = suggest_memory_format(skip) == torch.channels_last and skip.dtype == up.dtype
+    pitch = skip.shape[1] + a["weight"].shape[1] * a["groups"] if rows and skip.dim() == 4 else -1
+    return _C.explain_conv_transpose2d(dtype, tf32, x, weight, bias, *shape, pitch, gpu, sm90)
+
+
+def conv_transpose2d_cpu(a: Arguments) -> Lines:
+    operands = _transposed_operands(a)
+    return on_cpu(
+        _C.explain_conv_transpose2d_cpu, dtype_name(a["input"]), *operands, *_transposed_shape(a)
+    )
 
 
 def fft_conv(a: Arguments, gpu: _C.DeviceInfo | None) -> Lines:

@@ -132,6 +132,14 @@ def batch_norm_activation_update(input: Tensor, *args: Any) -> tuple[Tensor]:
     return (activated(batch_norm_update(input, *args[:-1])[0], args[-1]),)
 
 
+def conv_transpose2d_cat(
+    skip: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any
+) -> Tensor:
+    *windows, skip_first = rest if len(rest) == 6 else (*rest, True)  # its default
+    upsampled = torch.conv_transpose2d(input, weight, bias, *windows)
+    return torch.cat((skip, upsampled) if skip_first else (upsampled, skip), -3)
+
+
 def conv2d_batch_norm(
     input: Tensor,
     weight: Tensor,

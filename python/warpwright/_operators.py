@@ -271,6 +271,30 @@ CONV2D_BATCH_NORM_RELU_MAX_POOL2D = (
         flops=_work.conv_norm_pool_backward_flops,
     ),
 )
+CONV_TRANSPOSE2D = (
+    Operator(
+        "conv_transpose2d",
+        torch.conv_transpose2d,
+        torch.conv_transpose2d,
+        autocast=True,
+        flops=_work.conv_transpose2d_flops,
+    ),
+    Operator(
+        "conv_transpose2d_backward",
+        aten=_aten.conv_transpose2d_backward,
+        flops=_work.conv_transpose2d_backward_flops,
+    ),
+)
+CONV_TRANSPOSE2D_CAT = (
+    Operator(
+        "conv_transpose2d_cat",
+        _native.conv_transpose2d_cat,
+        _native.conv_transpose2d_cat,
+        autocast=True,
+        flops=_work.conv_transpose2d_cat_flops,
+    ),
+    *CONV_TRANSPOSE2D,
+)
 CROSS_ENTROPY = (
     Operator(
         "cross_entropy",

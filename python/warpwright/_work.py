@@ -111,6 +111,15 @@ def conv2d_of_call(x: Tensor, y: Tensor, a: dict[str, Any]) -> Work | None:
     return _product_of_call(x, y, weight, 0 if weight is None else math.prod(weight.shape[1:]))
 
 
+def conv_transpose2d_of_call(x: Tensor, y: Tensor, a: dict[str, Any]) -> Work | None:
+    weight = a["weight"]
+    if weight is None:
+        return None
+    wanted = (x.requires_grad, weight.requires_grad)
+    flops = 2.0 * x.numel() * math.prod(weight.shape[1:])
+    return product(x.numel(), weight.numel(), y.numel(), flops, _computed_in(x), wanted=wanted)
+
+
 def traffic_of_call(forward: float, backward: float) -> OfCall:
     """Multiples of the input's bytes."""
     return lambda x, y, a: traffic(x.numel() * x.dtype.itemsize, forward, backward)
@@ -260,6 +269,32 @@ def conv2d_backward_flops(
 ) -> int:  # fmt: skip
     dx, *rest = out_shape
     window = (None, stride, padding, dilation, False, None, groups, mask)
+    outputs = (_batched(dx) if mask[0] else dx, *rest)
+    return int(
+        _counter().conv_backward_flop(_batched(dy), _batched(x), weight, *window, out_val=outputs)
+    )
+
+
+def conv_transpose2d_flops(
+    x: Shape, weight: Shape, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return int(
+        _counter().conv_flop_count(_batched(x), weight, _batched(out_shape), transposed=True)
+    )
+
+
+def conv_transpose2d_cat_flops(
+    skip: Shape, x: Shape, weight: Shape, *args: Any, **kwargs: Any
+) -> int:
+    return int(2 * math.prod(x) * math.prod(weight[1:]))
+
+
+def conv_transpose2d_backward_flops(
+    dy: Shape, x: Shape, weight: Shape, stride: Any, padding: Any, output_padding: Any,
+    groups: int, dilation: Any, mask: Sequence[bool], out_shape: Any = None, **kwargs: Any,
+) -> int:  # fmt: skip
+    dx, *rest = out_shape
+    window = (None, stride, padding, dilation, True, output_padding, groups, mask)
     outputs = (_batched(dx) if mask[0] else dx, *rest)
     return int(
         _counter().conv_backward_flop(_batched(dy), _batched(x), weight, *window, out_val=outputs)

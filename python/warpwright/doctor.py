@@ -40,6 +40,10 @@ def calls(device: str) -> dict[str, Call]:
     return {
         **{op: ([random(64, 256)], {}) for op in ("relu", "gelu", "silu", "sigmoid", "tanh")},
         "conv2d": ([random(4, 8, 16, 16), random(16, 8, 3, 3), random(16)], {"padding": 1}),
+        "conv_transpose2d": (
+            [random(4, 8, 16, 16), random(8, 16, 2, 2), random(16)],
+            {"stride": 2},
+        ),
         "batch_norm": ([random(4, 8, 16, 16), *running, random(8), random(8)], {}),
         "layer_norm": ([random(32, 64)], {"normalized_shape": [64], "weight": random(64)}),
         "rms_norm": ([random(32, 64)], {"normalized_shape": [64], "weight": random(64)}),

@@ -71,6 +71,8 @@ def explain(
         return f"{title}\n  native torch: {reason}"
     if where.type == "cpu" and name == "conv2d":
         lines = _explain_images.conv2d_cpu(arguments)
+    elif where.type == "cpu" and name == "conv_transpose2d":
+        lines = _explain_images.conv_transpose2d_cpu(arguments)
     elif where.type == "cpu" and FUNCTIONALS[name].explain == "fft_conv":
         lines = _explain_images.fft_conv(arguments, None)
     elif where.type == "cpu":

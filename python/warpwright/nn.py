@@ -29,6 +29,7 @@ from ._conv_norm_layers import (
     Conv2dBatchNormReLU2d,
     Conv2dBatchNormReLUMaxPool2d,
     Conv2dBatchNormSiLU2d,
+    ConvTranspose2d,
     SyncBatchNorm,
 )
 from ._group_norm_layers import GroupNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
@@ -59,6 +60,7 @@ __all__ = [
     "Conv2dBatchNormReLU2d",
     "Conv2dBatchNormReLUMaxPool2d",
     "Conv2dBatchNormSiLU2d",
+    "ConvTranspose2d",
     "CrossEntropyLoss",
     "Dropout",
     "Embedding",

@@ -90,6 +90,7 @@ def image_calls(t: Made, images: torch.Tensor, vector: torch.Tensor) -> Argument
         "gelu": (F.gelu, (images,), {}),
         "max_pool2d": (F.max_pool2d, (images, 3, 2, 1), {}),
         "conv2d": (F.conv2d, (images, t(16, 16, 3, 3), vector), {"padding": 1}),
+        "conv_transpose2d": (F.conv_transpose2d, (images, t(16, 16, 2, 2), vector), {"stride": 2}),
         "depthwise": (F.conv2d, (images, t(16, 1, 3, 3), vector), {"groups": 16}),
         "conv2d_batch_norm": (F.conv2d_batch_norm, (images, t(16, 16, 3, 3)), conv_norm),
         "conv2d_batch_norm_relu_max_pool2d": (

@@ -26,6 +26,7 @@ TESTS = {
     "functional/_conv_norm.py": [
         *("test_conv2d_batch_norm.py", "test_conv2d_batch_norm_relu_max_pool2d.py"),
     ],
+    "functional/_conv_transpose.py": ["test_conv_transpose2d*.py"],
     "functional/_dropout.py": ["test_dropout.py"],
     "functional/_embedding.py": ["test_embedding*.py"],
     "functional/_group_norm.py": ["test_group_norm.py"],

@@ -38,6 +38,7 @@ TESTS = {
     "batch_norm": (["test_batch_norm*.py"], "batch_norm"),
     "batch_norm_relu_max_pool2d": (["test_batch_norm_relu_max_pool2d.py"], "batch_norm"),
     "conv2d": (["test_conv2d*.py"], "conv2d"),
+    "conv_transpose2d": (["test_conv_transpose2d*.py"], "conv_transpose2d"),
     "conv2d_batch_norm": (["test_conv2d_batch_norm.py"], "conv2d_batch_norm"),
     "conv2d_batch_norm_relu_max_pool2d": (
         ["test_conv2d_batch_norm_relu_max_pool2d*.py"],

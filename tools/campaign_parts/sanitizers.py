@@ -24,6 +24,7 @@ FILES = [
     "test_conv2d_nchw.py",
     "test_conv2d_batch_norm.py",
     "test_conv2d_batch_norm_relu_max_pool2d.py",
+    "test_conv_transpose2d.py",
     "test_fft_conv.py",
     "test_batch_norm.py",
     "test_batch_norm_activation.py",

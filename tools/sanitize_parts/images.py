@@ -216,6 +216,38 @@ def conv2d_cases():
         yield f"{name}-planes", F.conv2d, (x, w, rand(128)), {}
 
 
+def conv_transpose2d_cases():
+    """The product of all taps with tails in pixels, channels and columns; and input gradients."""
+    for name, layout in FORMATS.items():
+        for c, k, groups, kernel, stride, padding, more in (
+            (64, 64, 1, 2, 2, 0, 0),
+            (72, 40, 1, 2, 2, 0, 0),
+            (136, 128, 1, (1, 3), (1, 3), 0, 0),
+            (16, 8, 1, 4, 4, 0, 0),
+            (64, 32, 1, 4, 2, 1, 0),
+            (36, 44, 1, 3, 2, 1, 1),
+            (32, 3, 1, 4, 2, 1, 0),
+            (16, 24, 2, 3, 1, 0, 0),
+            (24, 24, 24, 4, 2, 1, 0),
+        ):
+            x = rand(2, c, 15, 17).contiguous(memory_format=layout)
+            side = kernel if isinstance(kernel, tuple) else (kernel, kernel)
+            w = rand(c, k // groups, *side).contiguous(memory_format=layout)
+            options = {"stride": stride, "padding": padding, "output_padding": more}
+            options["groups"] = groups
+            case = f"{name}-{c}-{k}-g{groups}-k{kernel}"
+            yield case, F.conv_transpose2d, (x, w, rand(k)), options
+        for skip, k, order in ((64, 64, True), (24, 128, False), (5, 64, True), (16, 40, True)):
+            shapes = (2, skip, 18, 22), (2, 72, 9, 11), (72, k, 2, 2)
+            images = [rand(*shape).contiguous(memory_format=layout) for shape in shapes]
+            joined = F.conv_transpose2d_cat
+            yield f"{name}-cat-{skip}-{k}", joined, (*images, rand(k), 2), {"skip_first": order}
+        x, w = (
+            t.contiguous(memory_format=layout) for t in (rand(9, 64, 32, 33), rand(64, 64, 2, 2))
+        )
+        yield f"{name}-large", F.conv_transpose2d, (x, w, rand(64), 2), {}
+
+
 def conv_norm(function):
     def run(*operands):
         *tensors, scale, shift = operands

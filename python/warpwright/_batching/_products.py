@@ -1,4 +1,4 @@
-"""Rules of linear and conv2d."""
+"""Rules of linear and convolutions."""
 
 from __future__ import annotations
 
@@ -164,6 +164,74 @@ def conv2d_backward(
             grads[0] = out_of(grad_input, samples, channels)
     if addend is not None and mask[0]:
         grads[0] = front(*grads[0], samples) + front(addend, dims[-1], samples), 0
+    return results(*grads)
+
+
+def conv_transpose2d(
+    info: Any, dims: Dims, x: Tensor, weight: Tensor, bias: Any, *windows: Any
+) -> tuple[Tensor, int]:
+    samples, (*window, groups, dilation) = info.batch_size, windows
+    channels = x.dim() - (3 if dims[0] is None else 4)  # a sample's dimension of channels
+    if dims[1] is None and (bias is None or dims[2] is None):
+        y = ops.conv_transpose2d(images(x, dims[0], samples), weight, bias, *windows)
+        return per_sample(y, channels == 0, samples), 0
+    if dims[1] is None:
+        y, _ = conv_transpose2d(info, (*dims[:2], None), x, weight, None, *windows)
+        bias = front(bias, dims[2], samples)[..., None, None]
+        return y + (bias if channels == 0 else bias.unsqueeze(1)), 0
+    y = ops.conv_transpose2d(
+        into(x, dims[0], samples, channels),
+        into(weight, dims[1], samples, 0),
+        into(bias, dims[2], samples, 0),
+        *window,
+        groups * samples,
+        dilation,
+    )
+    return y.unflatten(channels, (samples, -1)), channels
+
+
+def conv_transpose2d_cat(
+    info: Any, dims: Dims, skip: Tensor, x: Tensor, weight: Tensor, bias: Any, *rest: Any
+) -> tuple[Tensor, int]:
+    samples, (*windows, skip_first) = info.batch_size, rest
+    if dims[2] is None and (bias is None or dims[3] is None):  # N
+        operands = images(skip, dims[0], samples), images(x, dims[1], samples)
+        y = ops.conv_transpose2d_cat(*operands, weight, bias, *rest)
+        single = x.dim() == (3 if dims[1] is None else 4)
+        return per_sample(y, single, samples), 0
+    y, at = conv_transpose2d(info, dims[1:], x, weight, bias, *windows)
+    both = front(skip, dims[0], samples), y.movedim(at, 0)
+    return torch.cat(both if skip_first else both[::-1], -3), 0
+
+
+def conv_transpose2d_backward(
+    info: Any, dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Any, Any]:
+    samples, (*window, groups, dilation, mask) = info.batch_size, rest
+    channels = grad.dim() - (3 if dims[0] is None else 4)
+    grads: list[tuple[Tensor | None, int | None]] = [(None, None)] * 3
+    if mask[2]:
+        bias = front(grad, dims[0], samples).sum(((1,) if channels == 1 else ()) + (-2, -1))
+        grads[2] = bias, 0
+    shared = mask[0] and dims[2] is None  # the input's gradient needs no groups
+    if shared:
+        operands = images(grad, dims[0], samples), images(x, dims[1], samples), weight
+        only_input = [True, False, False]
+        grad_input = ops.conv_transpose2d_backward(*operands, *rest[:-1], only_input)[0]
+        grads[0] = per_sample(grad_input, channels == 0, samples), 0
+    if mask[1] or (mask[0] and not shared):
+        grad_input, grad_weight, _ = ops.conv_transpose2d_backward(
+            into(grad, dims[0], samples, channels),
+            into(x, dims[1], samples, channels),
+            into(weight, dims[2], samples, 0),
+            *window,
+            groups * samples,
+            dilation,
+            [mask[0] and not shared, mask[1], False],
+        )
+        grads[1] = out_of(grad_weight, samples, 0)
+        if not shared:
+            grads[0] = out_of(grad_input, samples, channels)
     return results(*grads)
 
 

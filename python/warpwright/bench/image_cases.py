@@ -1,4 +1,4 @@
-"""Cases of images: squeeze-and-excitation, the residual blocks of ConvNeXt-T, and first layers."""
+"""Cases of images: squeeze-and-excitation, transposed convolutions, the residual blocks of ConvNeXt-T, and first layers."""
 
 from __future__ import annotations
 
@@ -157,7 +157,88 @@ def _first_layer(shape: tuple[int, int, int, int], out: int, k: int, layout: str
     )
 
 
+def _transposed(
+    shape: tuple[int, int, int, int],
+    out: int,
+    k: int,
+    s: int,
+    p: int,
+    dtype: torch.dtype,
+    layout: str,
+) -> Case:
+    """A layer whose input, weight and bias need gradients."""
+    n, c, h, w = shape
+    size = [(side - 1) * s - 2 * p + k for side in (h, w)]
+    output = n * out * size[0] * size[1]
+    flops = 2.0 * n * h * w * c * out * k * k
+    work = _work.product(n * c * h * w, c * out * k * k, output, flops, dtype.itemsize)
+
+    def make(device: str) -> Inputs:
+        weight = torch.randn(c, out, k, k, device=device).to(dtype) / (c * (k / s) ** 2) ** 0.5
+        if layout == NHWC:
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        return {
+            "x": _randn(shape, dtype, device, layout),
+            "weight": weight.requires_grad_(),
+            "bias": _randn((out,), dtype, device),
+        }
+
+    return Case(
+        "conv_transpose2d",
+        f"{'x'.join(map(str, shape))}->{out} k{k}s{s}{f'p{p}' if p else ''}",
+        dtype,
+        layout,
+        make,
+        lambda F, i: F.conv_transpose2d(i["x"], i["weight"], i["bias"], s, p),
+        work.of("bytes"),
+        work.of("flops"),
+        lambda i: {**i, "x": i["x"].detach()[:4].requires_grad_()},
+    )
+
+
+def _upsampled_cat(
+    shape: tuple[int, int, int, int], out: int, dtype: torch.dtype, layout: str
+) -> Case:
+    """A decoder's 2 x 2 upsampling and the concatenation with as many channels of the encoder.
+
+    The fewest bytes: the layer's, and the other operand once each way; its gradient is a view.
+    """
+    plain = _transposed(shape, out, 2, 2, 0, dtype, layout)
+    n, _, h, w = shape
+    kept = n * out * 4 * h * w * dtype.itemsize
+
+    def make(device: str) -> Inputs:
+        return {"skip": _randn((n, out, 2 * h, 2 * w), dtype, device, layout), **plain.make(device)}
+
+    def native(F: Any, i: Inputs) -> Tensor:
+        return torch.cat([i["skip"], F.conv_transpose2d(i["x"], i["weight"], i["bias"], 2)], 1)
+
+    return Case(
+        "conv_transpose2d_cat",
+        f"{'x'.join(map(str, shape))}->{out} k2s2 cat {out}",
+        dtype,
+        layout,
+        make,
+        lambda F, i: F.conv_transpose2d_cat(i["skip"], i["x"], i["weight"], i["bias"], 2),
+        {"fwd": plain.bytes["fwd"] + 2 * kept, "bwd": plain.bytes["bwd"]},
+        plain.flops,
+        native=native,
+    )
+
+
+# The decoder of a U-Net of width 64 (batch 16, 256 x 256): channels, side, channels out.
+_OF_UNET = ((512, 32, 256), (256, 64, 128), (128, 128, 64))
+# The generator of a DCGAN of width 64 (batch 128, 64 x 64).
+_OF_DCGAN = ((512, 4, 256), (256, 8, 128), (128, 16, 64), (64, 32, 3))
+
+
 IMAGES = [
+    *(_transposed((16, c, n, n), k, 2, 2, 0, BF16, NHWC) for c, n, k in _OF_UNET),
+    *(_upsampled_cat((16, c, n, n), k, BF16, NHWC) for c, n, k in _OF_UNET),
+    _upsampled_cat((16, 128, 128, 128), 64, BF16, NCHW),
+    _transposed((16, 128, 128, 128), 64, 2, 2, 0, BF16, NCHW),
+    _transposed((16, 128, 128, 128), 64, 2, 2, 0, FP32, NHWC),
+    *(_transposed((128, c, n, n), k, 4, 2, 1, BF16, NHWC) for c, n, k in _OF_DCGAN),
     *(_squeezed((256, c, n, n), s, BF16, NHWC) for c, s, n in _OF_EFFICIENTNET),
     *(_squeezed((256, c, n, n), s, BF16, NHWC, MOBILENET) for c, s, n in _OF_MOBILENET),
     _squeezed((256, 144, 56, 56), 6, BF16, NCHW),
@@ -169,6 +250,9 @@ IMAGES = [
     *(_first_layer((1024, 3, 32, 32), 64, 3, layout) for layout in (NHWC, NCHW)),
 ]
 SMALL_IMAGES = [
+    _transposed((4, 32, 16, 16), 16, 2, 2, 0, FP32, NHWC),
+    _transposed((4, 32, 16, 16), 16, 4, 2, 1, FP32, NCHW),
+    _upsampled_cat((4, 32, 16, 16), 16, FP32, NHWC),
     _squeezed((8, 96, 28, 28), 4, FP32, NCHW),
     _squeezed((8, 96, 28, 28), 4, FP32, NHWC, MOBILENET),
     _layer_scaled((8, 96, 28, 28), FP32, NHWC, scales_samples=True),

@@ -11,6 +11,7 @@ from ._conv_norm import (
     conv2d_batch_norm_relu_max_pool2d,
     conv2d_batch_norm_silu,
 )
+from ._conv_transpose import conv_transpose2d, conv_transpose2d_cat
 from ._dropout import dropout
 from ._embedding import embedding
 from ._fft_conv import fft_conv1d, fft_conv2d
@@ -57,6 +58,8 @@ __all__ = [
     "conv2d_batch_norm_relu",
     "conv2d_batch_norm_relu_max_pool2d",
     "conv2d_batch_norm_silu",
+    "conv_transpose2d",
+    "conv_transpose2d_cat",
     "cross_entropy",
     "cumprod",
     "cumsum",

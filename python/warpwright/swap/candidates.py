@@ -12,7 +12,9 @@ from .blocks import base_of
 from .patterns import CONVOLUTIONS, KINDS, NAMES, PATTERNS
 
 # Names in a forward that takes q, k and v apart.
+CATS = ("cat", "concat", "concatenate")
 ATTENTION = ("unbind", "scaled_dot_product_attention", "softmax", "matmul")
+UPSAMPLING = (nn.ConvTranspose2d, ours.ConvTranspose2d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, ours.LayerNorm, ours.RMSNorm)
 
 
@@ -26,8 +28,9 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def may_be_rewritten(module: nn.Module) -> bool:
-    """Whether ``module``'s forward may call a norm or a convolution next to a shortcut, scale a branch
-    by a parameter, call attention, or take views apart after a permutation."""
+    """Whether ``module``'s forward may call a norm or a convolution next to a shortcut, concatenate with
+    a transposed convolution, scale a branch by a parameter, call attention, or take views apart
+    after a permutation."""
     if not has_own_forward(module):
         return False
     if any(type(m) in CONVOLUTIONS for m in _called_by(module)):
@@ -37,6 +40,8 @@ def may_be_rewritten(module: nn.Module) -> bool:
     if any(p is not None for p in module._parameters.values()) and [*module.children()]:
         return True
     names = _names_in(type(module))
+    if not names.isdisjoint(CATS) and any(type(m) in UPSAMPLING for m in _called_by(module)):
+        return True
     if "scaled_dot_product_attention" in names:
         return True
     return "permute" in names and not names.isdisjoint(ATTENTION)

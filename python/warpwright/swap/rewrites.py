@@ -1,4 +1,5 @@
-"""Changes of traced forwards besides chains: norms, views, shortcuts, functions, layer scale."""
+"""Changes of traced forwards besides chains: norms, views, shortcuts, functions, layer scale,
+concatenations."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
-from . import functions, scales
+from . import cats, functions, scales
 from .blocks import block_class
+from .cats import CatPass
 from .functions import FunctionPass
 from .fuse import Fusion, Plan
 from .joins import JoinPass
@@ -50,7 +52,8 @@ def plan_rewrites(
         joins = [JoinPass(block, kind_of) for block in blocks]
         calls = [FunctionPass(block, ops) for block in blocks]
         scaled = [ScalePass(block, kind_of) for block in blocks]
-        passes = zip(norms, views, joins, calls, scaled, strict=True)
+        joined = [CatPass(block, kind_of) for block in blocks]
+        passes = zip(norms, views, joins, calls, scaled, joined, strict=True)
         changed = [sum(p.run() for p in of_block) > 0 for of_block in passes]  # all run
         if True not in changed:
             continue
@@ -68,6 +71,8 @@ def plan_rewrites(
             notes.update(join.notes)
         chains = dict.fromkeys(chain for b in views for chain in b.chains)
         found.fusions += [Fusion(name, chain, INTO, "") for chain in chains]
+        chains = dict.fromkeys(chain for b in joined for chain in b.chains)
+        found.fusions += [Fusion(name, chain, cats.INTO, "") for chain in chains]
         if any(call.count for call in calls):
             found.fusions.append(Fusion(name, functions.CHAIN, functions.INTO, ""))
         for scale in scaled:

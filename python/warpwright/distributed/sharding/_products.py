@@ -1,4 +1,4 @@
-"""Shardings of the products: linear, linear with an activation, conv2d.
+"""Shardings of the products: linear, linear with an activation, convolutions.
 
 A weight that is cut stays cut. If its rows are cut, so are the output's features (or channels). If its
 columns are cut, the output is a partial sum, and each of n ranks adds the n-th part of the bias.
@@ -23,7 +23,8 @@ ACTIVATION_ADVICE = (
 FFT_CONV_ADVICE = (
     "A transform needs all of its dimensions: shard images or, without groups, channels."
 )
-CONV_ADVICE = "conv2d is computed over N or, without groups, over channels; not over H and W."
+OVER = "over N or, without groups, over channels; not over H and W."
+CONV_ADVICE = f"conv2d is computed {OVER}"
 
 
 def linear(x: Any, w: Any, b: Any) -> list[Row]:
@@ -132,6 +133,41 @@ def conv2d_backward(dy: Any, x: Any, w: Any, *options: Any) -> list[Row]:
     return rows
 
 
+def conv_transpose2d(x: Any, w: Any, b: Any, *options: Any) -> list[Row]:
+    """conv2d's, with a weight whose dimensions of channels are exchanged."""
+    groups, c = options[3], x.ndim - 3
+    if _is_cut(x, (c + 1, c + 2)):
+        return []
+    rows: list[Row] = [all_replicated(1, 3)]
+    if c == 1:
+        rows.append(([S(0)], [S(0), R, R]))
+    if groups == 1:
+        rows.append(([S(c)], [R, S(1), S(0)]))
+        rows.append(([P], [S(c), S(0), P]))
+    return rows
+
+
+def conv_transpose2d_cat(skip: Any, x: Any, w: Any, b: Any, *options: Any) -> list[Row]:
+    """Over N: a shard of channels would be one of either operand."""
+    rows: list[Row] = [all_replicated(1, 4)]
+    if x.ndim == 4 and not _is_cut(x, (2, 3)):
+        rows.append(([S(0)], [S(0), S(0), R, R]))
+    return rows
+
+
+def conv_transpose2d_backward(dy: Any, x: Any, w: Any, *options: Any) -> list[Row]:
+    groups, mask, c = options[3], options[5], x.ndim - 3
+    if _is_cut(x, (c + 1, c + 2)):
+        return []
+    rows: list[Row] = [(picked(mask, R, R, R), [R, R, R])]
+    if c == 1:
+        rows.append((picked(mask, S(0), P, P), [S(0), S(0), R]))
+    if groups == 1:
+        rows.append((picked(mask, P, S(1), S(0)), [S(c), R, S(1)]))
+        rows.append((picked(mask, S(c), S(0), R), [R, S(c), S(0)]))
+    return rows
+
+
 def fft_conv(
     x: Any, y: Any, b: Any, padding: Any, groups: int, wanted: str = "output"
 ) -> list[Row]:
@@ -166,4 +202,15 @@ RULES = {
     "fft_conv": Rule(fft_conv, advice=FFT_CONV_ADVICE),
     "conv2d": Rule(conv2d, kept=("weight",), advice=CONV_ADVICE),
     "conv2d_backward": Rule(conv2d_backward, kept=("weight",), advice=CONV_ADVICE),
+    "conv_transpose2d": Rule(
+        conv_transpose2d, kept=("weight",), advice=f"conv_transpose2d is computed {OVER}"
+    ),
+    "conv_transpose2d_cat": Rule(
+        conv_transpose2d_cat,
+        kept=("weight",),
+        advice="conv_transpose2d_cat is computed over N. For other shards, call torch.cat.",
+    ),
+    "conv_transpose2d_backward": Rule(
+        conv_transpose2d_backward, kept=("weight",), advice=f"conv_transpose2d is computed {OVER}"
+    ),
 }
