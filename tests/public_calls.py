@@ -188,6 +188,7 @@ def image_calls(m):
 
     return {
         "conv2d": ([g(*X4), g(4, 3, 3, 2), g(4)], {"stride": 1, "padding": 1, "dilation": 1}),
+        "adaptive_avg_pool2d": ([g(*X4)], {"output_size": 1}),
         "max_pool2d": ([g(*X4)], pool),
         "max_pool2d_with_indices": ([g(*X4)], pool),
         "relu_max_pool2d": ([g(*X4)], pool),

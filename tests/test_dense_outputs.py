@@ -107,6 +107,7 @@ def calls(make, device):
             x,
         ),
         "max_pool2d": (both("max_pool2d", 2), x),
+        "adaptive_avg_pool2d": (both("adaptive_avg_pool2d", 1), x),
         "conv2d": (both("conv2d", w, b), x),
         "linear": (both("linear", torch.randn(4, 5, device=device)), x),
         "linear_gelu": (
@@ -275,7 +276,9 @@ def test_dense(device, name, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["relu", "batch_norm", "max_pool2d", "conv2d", "linear"])
+@pytest.mark.parametrize(
+    "name", ["relu", "batch_norm", "max_pool2d", "adaptive_avg_pool2d", "conv2d", "linear"]
+)
 def test_meta_agrees(device, name, layout):
     (ours, _), sizes = calls(LAYOUTS[layout], device)[name]
     (on_meta, _), _ = calls(LAYOUTS[layout], "meta")[name]

@@ -13,6 +13,8 @@ from .patterns import CONVOLUTIONS, KINDS, NAMES, PATTERNS
 
 # Names in a forward that takes q, k and v apart.
 ATTENTION = ("unbind", "scaled_dot_product_attention", "softmax", "matmul")
+# Functions that a forward calls, and the method that may be a pool (`functions`).
+FUNCTIONS = ("scaled_dot_product_attention", "adaptive_avg_pool2d", "mean")
 NORMS = (nn.LayerNorm, nn.RMSNorm, ours.LayerNorm, ours.RMSNorm)
 
 
@@ -27,7 +29,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 def may_be_rewritten(module: nn.Module) -> bool:
     """Whether ``module``'s forward may call a norm or a convolution next to a shortcut, scale a branch
-    by a parameter, call attention, or take views apart after a permutation."""
+    by a parameter, call attention or a mean, or take views apart after a permutation."""
     if not has_own_forward(module):
         return False
     if any(type(m) in CONVOLUTIONS for m in _called_by(module)):
@@ -37,7 +39,7 @@ def may_be_rewritten(module: nn.Module) -> bool:
     if any(p is not None for p in module._parameters.values()) and [*module.children()]:
         return True
     names = _names_in(type(module))
-    if "scaled_dot_product_attention" in names:
+    if not names.isdisjoint(FUNCTIONS):
         return True
     return "permute" in names and not names.isdisjoint(ATTENTION)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
-from . import functions, scales
+from . import scales
 from .blocks import block_class
 from .functions import FunctionPass
 from .fuse import Fusion, Plan
@@ -68,8 +68,8 @@ def plan_rewrites(
             notes.update(join.notes)
         chains = dict.fromkeys(chain for b in views for chain in b.chains)
         found.fusions += [Fusion(name, chain, INTO, "") for chain in chains]
-        if any(call.count for call in calls):
-            found.fusions.append(Fusion(name, functions.CHAIN, functions.INTO, ""))
+        called = {chain: into for call in calls for chain, into in call.chains.items()}
+        found.fusions += [Fusion(name, chain, into, "") for chain, into in called.items()]
         for scale in scaled:
             found.absorbed.update(dict.fromkeys(scale.absorbed, scales.INTO))
         if any(scale.count for scale in scaled):
