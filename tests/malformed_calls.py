@@ -290,6 +290,7 @@ def native_functions():
                 *("gelu", "silu", "sigmoid", "tanh", "dropout"),
                 *("relu", "relu_", "linear", "conv2d", "conv_transpose2d"),
                 *("max_pool2d", "max_pool2d_with_indices"),
+                "adaptive_avg_pool2d",
                 *("batch_norm", "layer_norm", "rms_norm", "softmax", "log_softmax"),
                 *("group_norm", "instance_norm", "embedding"),
                 *("cross_entropy", "scaled_dot_product_attention"),

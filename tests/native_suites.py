@@ -79,6 +79,7 @@ OURS = {
     ("var", "unbiased"): F.var,
     ("std", ""): F.std,
     ("std", "unbiased"): F.std,
+    ("nn.functional.adaptive_avg_pool2d", ""): F.adaptive_avg_pool2d,
     ("nn.functional.max_pool2d", ""): F.max_pool2d,
     ("max_pool2d_with_indices_backward", ""): max_pool2d_backward,
     ("nn.functional.batch_norm", ""): F.batch_norm,

@@ -196,6 +196,7 @@ def image_calls(m):
             [g(2, 5, 11, 9), g(*X4), g(3, 4, 3, 2), g(4)],
             {"stride": 2, "padding": 1, "output_padding": (0, 1), "groups": 1, "dilation": 1},
         ),
+        "adaptive_avg_pool2d": ([g(*X4)], {"output_size": 1}),
         "max_pool2d": ([g(*X4)], pool),
         "max_pool2d_with_indices": ([g(*X4)], pool),
         "relu_max_pool2d": ([g(*X4)], pool),

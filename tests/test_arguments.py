@@ -30,6 +30,7 @@ def make_calls(device):
             | {"stride": 2, "padding": 1, "output_padding": 1, "groups": 1, "dilation": 1}),
         ("linear", {"input": t(6, 5), "weight": t(3, 5), "bias": t(3)}),
         ("max_pool2d", {"input": image} | window),
+        ("adaptive_avg_pool2d", {"input": image, "output_size": 1}),
         ("max_pool2d_with_indices", {"input": image} | window),
         ("batch_norm", {"input": image, "training": False} | norm),
         ("batch_norm", {"input": image, "training": True} | norm),

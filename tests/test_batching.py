@@ -357,6 +357,15 @@ def test_pooling(device, images, pool):
     check(lambda x: pool(x, 2), (0,), last)
 
 
+@pytest.mark.parametrize("images", [(), (2,)])
+def test_global_pooling(device, images):
+    for dims in ((0,), (1,)):
+        x = operands(device, dims, (*images, 4, 6, 5))
+        check(lambda x: F.adaptive_avg_pool2d(x, 1), dims, *x)
+    last = randn(device, 3, *images, 6, 6, 4).movedim(-1, -3)
+    check(lambda x: F.adaptive_avg_pool2d(x, 1), (0,), last)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])

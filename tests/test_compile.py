@@ -61,6 +61,7 @@ MEMORY_OPS = {
     "indices": lambda x: F.max_pool2d(x, **POOL, return_indices=True),
     "max_pool2d_with_indices": lambda x: F.max_pool2d_with_indices(x, **POOL),
     "relu_max_pool2d": lambda x: F.relu_max_pool2d(x, **POOL),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
     "batch_norm": lambda x: F.batch_norm(x, *norm(x)),
     "batch_norm_relu": lambda x: F.batch_norm_relu(x, *norm(x)),
     "batch_norm_silu": lambda x: F.batch_norm_silu(x, *norm(x)),
@@ -120,6 +121,7 @@ RAW = {
     "relu_": lambda x: (y := x.sin(), ops.relu_(y))[0].cos(),
     "max_pool2d": lambda x: ops.max_pool2d(x.detach(), [2]),
     "relu_max_pool2d": lambda x: ops.relu_max_pool2d(x.detach(), [2]),
+    "global_avg_pool2d": lambda x: ops.global_avg_pool2d(x.sin()).cos(),
     "batch_norm": lambda x: ops.batch_norm(x, None, None, ONES / 4, ONES, False, 1e-5)[0],
 }
 ONES = torch.ones(4)

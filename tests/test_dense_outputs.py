@@ -107,6 +107,7 @@ def calls(make, device):
             x,
         ),
         "max_pool2d": (both("max_pool2d", 2), x),
+        "adaptive_avg_pool2d": (both("adaptive_avg_pool2d", 1), x),
         "conv2d": (both("conv2d", w, b), x),
         "conv_transpose2d": (
             both("conv_transpose2d", torch.randn(3, 4, 2, 2, device=device), b),
@@ -279,7 +280,9 @@ def test_dense(device, name, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["relu", "batch_norm", "max_pool2d", "conv2d", "linear"])
+@pytest.mark.parametrize(
+    "name", ["relu", "batch_norm", "max_pool2d", "adaptive_avg_pool2d", "conv2d", "linear"]
+)
 def test_meta_agrees(device, name, layout):
     (ours, _), sizes = calls(LAYOUTS[layout], device)[name]
     (on_meta, _), _ = calls(LAYOUTS[layout], "meta")[name]

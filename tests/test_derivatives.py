@@ -233,6 +233,11 @@ CASES = {
         lambda x, w, b, v, c: native.linear(native.relu(native.linear(x, w, b)), v, c),
         LINEAR | {"v": (2, 5), "c": (2,)},
     ),
+    "adaptive_avg_pool2d": Case(
+        lambda x: F.adaptive_avg_pool2d(x, 1),
+        lambda x: native.adaptive_avg_pool2d(x, 1),
+        {"x": IMAGES},
+    ),
     "max_pool2d": Case(
         lambda x: F.max_pool2d(x, 2), lambda x: native.max_pool2d(x, 2), {"x": IMAGES}
     ),

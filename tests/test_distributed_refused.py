@@ -37,6 +37,12 @@ REFUSED = {
         "S3",
         "max_pool2d_with_codes: .*not over H and W",
     ),
+    "a mean over H": (
+        lambda x: F.adaptive_avg_pool2d(x, 1),
+        ((2, 4, 6, 6),),
+        "S2",
+        "global_avg_pool2d: .*not over H and W",
+    ),
     "batch norm over N in training": (batch_norm, IMAGE, "S0 R R", "SyncBatchNorm"),
     "an activation of a partial sum": (
         F.linear_relu,

@@ -158,6 +158,8 @@ CASES = {
     "std": (F.std, ((3, 4),), "S1", {"dim": 0}),
     "max_pool2d N": (F.max_pool2d, ((4, 3, 6, 6),), "S0", {"kernel_size": 2}),
     "max_pool2d C": (F.max_pool2d, ((2, 3, 6, 6),), "S1", {"kernel_size": 3, "stride": 1}),
+    "adaptive_avg_pool2d N": (F.adaptive_avg_pool2d, ((4, 3, 6, 6),), "S0", {"output_size": 1}),
+    "adaptive_avg_pool2d C": (F.adaptive_avg_pool2d, ((4, 3, 6),), "S0", {"output_size": 1}),
     "relu_max_pool2d": (F.relu_max_pool2d, ((2, 4, 6, 6),), "S1", {"kernel_size": 2}),
     "layer_norm rows": (norm, ((3, 4, 6), (6,), (6,)), "S1 R R", {}),
     "layer_norm batch": (norm, ((3, 4, 6), (6,), (6,)), "S0 R R", {}),

@@ -65,6 +65,7 @@ CALLS = {
     "sum": lambda: (half(16384, 4096), 1),
     "cumsum": lambda: (half(16384, 4096), 1),
     "max_pool2d": lambda: (image(), 3, 2, 1),
+    "adaptive_avg_pool2d": lambda: (image(), 1),
     "cross_entropy": lambda: (half(8192, 50257), LABELS),
     "linear_cross_entropy": lambda: (half(8192, 4096), half(128256, 4096), LABELS),
     "scaled_dot_product_attention": lambda: (half(*QUERY), half(*QUERY), half(*QUERY)),

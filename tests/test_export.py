@@ -345,6 +345,8 @@ def test_pools(device, window, ceil_mode):
     images = torch.randn(2, 3, 11, 12, device=device)
     for x in (images, images[0], images.to(memory_format=torch.channels_last)):
         last = x.dim() == 4 and not x.is_contiguous()
+        y = same("global_avg_pool2d", x)
+        same("global_avg_pool2d_backward", y.cos(), 5, 4, last)
         for name in ("max_pool2d", "relu_max_pool2d"):
             y = same(name, x, *window, ceil_mode)
             _, codes = same(f"{name}_with_codes", x, *window, ceil_mode)

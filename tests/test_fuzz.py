@@ -77,6 +77,17 @@ def test_max_pool2d(device, dtype):
 
 
 @each_dtype
+def test_adaptive_avg_pool2d(device, dtype):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype)
+        shape = (draw(SMALL), draw(SIZE), draw(SIDE), draw(SIDE))[draw(st.integers(0, 1)) :]
+        size = draw(st.sampled_from((1, (1, 1), (2, 1), 3)))
+        check(make, errors, F.adaptive_avg_pool2d, NATIVE.adaptive_avg_pool2d, (make(*shape), size))
+
+    run(test)
+
+
+@each_dtype
 def test_linear(device, dtype):
     def test(draw, errors):
         make = Maker(draw, device, dtype)

@@ -65,6 +65,10 @@ def max_pool2d(x):
     return (x,), lambda: F.max_pool2d(x, 3, 2, 1)
 
 
+def adaptive_avg_pool2d(x):
+    return (x,), lambda: F.adaptive_avg_pool2d(x, 1)
+
+
 def row_norm(function, x, vectors):
     given = [torch.randn_like(x[0]).requires_grad_() for _ in range(vectors)]
     return (x, *given), lambda: function(x, x.shape[-1:], *given)
@@ -205,6 +209,12 @@ CASES = {
         3,  # moments of the windows, sums over the winners, the gradients
     ),
     "max_pool2d": (lambda: max_pool2d(random(8, 16, 28, 28)), 1, 1),
+    "adaptive_avg_pool2d": (lambda: adaptive_avg_pool2d(random(8, 16, 28, 28)), 1, 1),
+    "adaptive_avg_pool2d, channels_last": (
+        lambda: adaptive_avg_pool2d(channels_last(64, 96, 7, 7)),
+        1,
+        1,
+    ),
     "cross_entropy, few rows": (lambda: cross_entropy(random(1024, 10)), 1, 1),
     "cross_entropy, many rows": (
         lambda: cross_entropy(random(16384, 8192, dtype=BF16)),

@@ -26,6 +26,7 @@ def calls(monkeypatch):
         monkeypatch.setattr(F, name, call)
 
     for name in (
+        "adaptive_avg_pool2d",
         "batch_norm",
         "conv2d",
         "conv_transpose2d",
@@ -71,6 +72,7 @@ ROUTED = [
     (lambda x: native.max_pool2d(x, 2), IMAGE, "max_pool2d"),
     (lambda x: torch.max_pool2d(x, 3, stride=1), IMAGE, "max_pool2d"),
     (lambda x: native.max_pool2d(x, 2, return_indices=True)[0], IMAGE, "max_pool2d_with_indices"),
+    (lambda x: native.adaptive_avg_pool2d(x, 1), IMAGE, "adaptive_avg_pool2d"),
     (lambda x: native.layer_norm(x, (6,)), IMAGE, "layer_norm"),
     (lambda x: native.rms_norm(x, [6], eps=1e-5), IMAGE, "rms_norm"),
     (lambda x: torch.rms_norm(x, (6, 6)), IMAGE, "rms_norm"),
@@ -101,6 +103,7 @@ ROUTED = [
     (nn.ReLU(), IMAGE, "relu"),
     (nn.GELU(), IMAGE, "gelu"),
     (nn.MaxPool2d(2), IMAGE, "max_pool2d"),
+    (nn.AdaptiveAvgPool2d((1, 1)), IMAGE, "adaptive_avg_pool2d"),
 ]
 
 

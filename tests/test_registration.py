@@ -137,6 +137,7 @@ def record_norms_and_pools(leaf, device):
     F.max_pool2d(x.view(1, 1, 3, 4), 2)
     F.relu_max_pool2d(x.view(1, 1, 3, 4), 2)
     double_backward(F.relu_max_pool2d, (leaf, 2), {})
+    double_backward(F.adaptive_avg_pool2d, (leaf, 1), {})
     for training in (True, False):
         args = (mean, var, None, None, training)
         double_backward(F.batch_norm_relu, (leaf, *args), {})

@@ -70,6 +70,7 @@ NORMS = {
 POOLS = {
     "max_pool2d": lambda x: F.max_pool2d(x, 3, 2, 1),
     "relu_max_pool2d": lambda x: F.relu_max_pool2d(x, 2),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
 }
 
 

@@ -39,6 +39,7 @@ CALLS = {
     "relu": lambda x, *_: F.relu(x),
     "max_pool2d": lambda x, *_: F.max_pool2d(x, 3, 2, 1),
     "relu_max_pool2d": lambda x, *_: F.relu_max_pool2d(x, 2),
+    "adaptive_avg_pool2d": lambda x, *_: F.adaptive_avg_pool2d(x, 1),
     "batch_norm": lambda x, *p: F.batch_norm(x, None, None, *p, training=True),
     "batch_norm_relu": lambda x, *p: F.batch_norm_relu(x, None, None, *p, training=True),
     "batch_norm_silu": lambda x, *p: F.batch_norm_silu(x, None, None, *p, training=True),

@@ -292,7 +292,7 @@ WITHOUT_PRODUCTS = re.compile(
     r"relu_?|gelu|silu|sigmoid|tanh|dropout|swiglu|geglu|layer_scale_add|(rotary_)?embedding|quantize_rows|"
     r"(log_)?softmax|(layer|rms|group|instance|batch)_norm(_\w+)?|add_(layer|rms)_norm|"
     r"cum(sum|prod)|logcumsumexp|linear_scan|sum|mean|amax|logsumexp|var|std|cross_entropy|"
-    r"(relu_)?max_pool2d(_with_indices)?"
+    r"(relu_)?max_pool2d(_with_indices)?|adaptive_avg_pool2d"
 )
 
 

@@ -53,6 +53,7 @@ CASES = {
     "group_norm": images.group_norm_cases,
     "embedding": rows.embedding_cases,
     "softmax": rows.softmax_cases,
+    "adaptive_avg_pool2d": images.adaptive_avg_pool2d_cases,
     "max_pool2d": images.max_pool2d_cases,
     "batch_norm_relu_max_pool2d": images.batch_norm_relu_max_pool2d_cases,
     "batch_norm": images.batch_norm_cases,

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/reduction/global_avg_pool2d.h"
 #include "ops/reduction/gradient.h"
 #include "ops/reduction/reduction.h"
 #include "ops/scan/scan.h"
@@ -115,11 +116,30 @@ Lines explain_reduction(const std::string& kind, const std::string& dtype,
                      : describe_gradient(p.dtype, input, axes_of(input, input.strides, dims))}};
 }
 
+// ---- global average pooling ----
+
+// `last`: channels_last. The gradient begins where an allocation begins.
+Lines explain_global_avg_pool2d(const std::string& dtype, const TensorLayout& input, bool last,
+                                const DeviceInfo& device) {
+  if (numel(input) == 0) return {{"forward, backward", "nothing to do"}};
+  const size_t dims = input.sizes.size();
+  const std::vector<int64_t> planes{static_cast<int64_t>(dims) - 2, static_cast<int64_t>(dims) - 1};
+  const Lines mean = explain_reduction("mean", dtype, input, planes, device);
+  RepeatMeansParams p{};
+  p.shape = {.dtype = dtype_from(dtype),
+             .images = dims == 4 ? input.sizes[0] : 1,
+             .channels = input.sizes.at(dims - 3),
+             .pixels = input.sizes[dims - 2] * input.sizes[dims - 1],
+             .channels_last = last};
+  return {mean.front(), {"backward", describe(choose_repeat_means(p))}};
+}
+
 }  // namespace
 
 void define_explain_reduction(py::module_& m) {
   m.def("explain_reduction", &explain_reduction);
   m.def("explain_scan", &explain_scan);
+  m.def("explain_global_avg_pool2d", &explain_global_avg_pool2d);
 }
 
 }  // namespace warpwright

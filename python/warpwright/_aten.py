@@ -474,3 +474,11 @@ def layer_scale_add_backward(
     of_input = (grad * scale).to(input.dtype) if mask[0] else None
     of_scale = (grad * input).sum_to_size(scale.shape).to(scale.dtype) if mask[1] else None
     return of_input, of_scale
+
+
+def global_avg_pool2d_backward(
+    grad: Tensor, height: int, width: int, channels_last: bool
+) -> Tensor:
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    repeated = (grad / (height * width)).expand(*grad.shape[:-2], height, width)
+    return repeated.clone(memory_format=layout)

@@ -65,6 +65,10 @@ def max_pool2d(device: str) -> Example:
     return "1x4x6x6, 2", (_leaf(device, 1, 4, 6, 6), 2), {}
 
 
+def adaptive_avg_pool2d(device: str) -> Example:
+    return "1x4x6x6, 1", (_leaf(device, 1, 4, 6, 6), 1), {}
+
+
 def cross_entropy(device: str) -> Example:
     return "4x8", (_leaf(device, 4, 8), torch.tensor([0, 1, 2, 3], device=device)), {}
 

@@ -21,6 +21,7 @@ from ._explain_common import (
 )
 from ._precision import conv_allows_tf32
 from .functional._fft_conv import call_of
+from .functional._pool import WHY_NOT_GLOBAL, is_global_pool
 
 
 def max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
@@ -36,6 +37,13 @@ def max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_max_pool2d(
         dtype_name(x), operand_of(x), has_rows(x), window, output.shape[-2:]
     )
+
+
+def adaptive_avg_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x, size = a["input"], a["output_size"]
+    if not is_global_pool(x, size):
+        return [("forward, backward", f"native adaptive_avg_pool2d: {WHY_NOT_GLOBAL}")]
+    return _C.explain_global_avg_pool2d(dtype_name(x), operand_of(x), has_rows(x), gpu)
 
 
 def batch_norm_relu_max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

@@ -63,3 +63,7 @@ def logcumsumexp(input: Tensor, dim: int, reverse: bool = False) -> Tensor:
     if not reverse:
         return torch.logcumsumexp(input, dim)
     return torch.logcumsumexp(input.flip(dim), dim).flip(dim)
+
+
+def global_avg_pool2d(input: Tensor) -> Tensor:
+    return torch.nn.functional.adaptive_avg_pool2d(input, 1)

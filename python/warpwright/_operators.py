@@ -331,6 +331,19 @@ MAX_POOL2D = (
     Operator("max_pool2d_backward", aten=_aten.max_pool2d_backward),
     Operator("max_pool2d_gather", aten=_aten.max_pool2d_gather),
 )
+GLOBAL_AVG_POOL2D = (
+    Operator(
+        "global_avg_pool2d",
+        _native_reductions.global_avg_pool2d,
+        _native_reductions.global_avg_pool2d,
+        is_fused_by_inductor=always,
+    ),
+    Operator(
+        "global_avg_pool2d_backward",
+        aten=_aten.global_avg_pool2d_backward,
+        is_fused_by_inductor=always,
+    ),
+)
 GRAD_NORM = Operator("grad_norm")
 SGD = (Operator("sgd_step_"), GRAD_NORM)
 ADAM = (Operator("adam_step_"), GRAD_NORM)

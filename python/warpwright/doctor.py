@@ -53,6 +53,7 @@ def calls(device: str) -> dict[str, Call]:
         "log_softmax": ([random(4, 8, 16, 16)], {"dim": 1}),
         "embedding": ([tokens, random(10, 64)], {"padding_idx": 3}),
         "max_pool2d": ([random(4, 8, 16, 16)], {"kernel_size": 2}),
+        "adaptive_avg_pool2d": ([random(4, 8, 16, 16)], {"output_size": 1}),
         "linear": ([random(64, 128), random(96, 128), random(96)], {}),
         "cross_entropy": ([random(16, 10), labels], {}),
         "scaled_dot_product_attention": ([random(2, 4, 32, 16) for _ in range(3)], {}),

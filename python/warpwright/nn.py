@@ -43,6 +43,7 @@ __all__ = [
     "GEGLU",
     "GELU",
     "MLP",
+    "AdaptiveAvgPool2d",
     "AddLayerNorm",
     "AddRMSNorm",
     "BatchNorm1d",
@@ -243,6 +244,16 @@ class MaxPool2d(Named, nn.MaxPool2d):
             ceil_mode=self.ceil_mode,
             return_indices=self.return_indices,
         )
+
+
+class AdaptiveAvgPool2d(Named, nn.AdaptiveAvgPool2d):
+    """``torch.nn.AdaptiveAvgPool2d`` on :func:`warpwright.functional.adaptive_avg_pool2d`.
+
+    An output size of 1 has a kernel. Native computes the others.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(input, self.output_size)
 
 
 class ReLUMaxPool2d(Named, nn.MaxPool2d):

@@ -89,6 +89,7 @@ def image_calls(t: Made, images: torch.Tensor, vector: torch.Tensor) -> Argument
         "relu": (F.relu, (images,), {}),
         "gelu": (F.gelu, (images,), {}),
         "max_pool2d": (F.max_pool2d, (images, 3, 2, 1), {}),
+        "adaptive_avg_pool2d": (F.adaptive_avg_pool2d, (images, 1), {}),
         "conv2d": (F.conv2d, (images, t(16, 16, 3, 3), vector), {"padding": 1}),
         "conv_transpose2d": (F.conv_transpose2d, (images, t(16, 16, 2, 2), vector), {"stride": 2}),
         "depthwise": (F.conv2d, (images, t(16, 1, 3, 3), vector), {"groups": 16}),

@@ -40,7 +40,9 @@ TESTS = {
     "functional/_linear_8bit.py": ["test_linear_8bit.py"],
     "functional/_loss.py": ["test_cross_entropy*.py", "test_linear_cross_entropy*.py"],
     "functional/_norm.py": ["test_batch_norm*.py"],
-    "functional/_pool.py": ["test_max_pool2d.py", "test_*relu_max_pool2d.py"],
+    "functional/_pool.py": [
+        *("test_max_pool2d.py", "test_*relu_max_pool2d.py", "test_adaptive_avg_pool2d.py"),
+    ],
     "functional/_quantized.py": ["test_linear_quantized.py"],
     "functional/_softmax.py": ["test_softmax.py"],
     "functional/_squeeze_excitation.py": ["test_squeeze_excitation*.py"],

@@ -59,7 +59,10 @@ TESTS = {
         ["test_linear_8bit.py", "test_quantize.py"],
         "int8 or fp8 or quantize or scaled",
     ),
-    "reduction": (["test_reduction.py"], "sum or mean or amax or logsumexp or var or std"),
+    "reduction": (
+        ["test_reduction.py", "test_adaptive_avg_pool2d.py"],
+        "sum or mean or amax or logsumexp or var or std or avg_pool",
+    ),
     "scan": (
         ["test_cumsum.py", "test_cumprod.py", "test_linear_scan.py"],
         "cumsum or cumprod or logcumsumexp or linear_scan",

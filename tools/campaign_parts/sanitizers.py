@@ -37,6 +37,7 @@ FILES = [
     "test_group_norm.py",
     "test_softmax.py",
     "test_reduction.py",
+    "test_adaptive_avg_pool2d.py",
     "test_cumsum.py",
     "test_cumprod.py",
     "test_linear_scan.py",

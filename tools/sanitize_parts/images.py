@@ -30,6 +30,15 @@ def group_norm_cases():
     yield "instance", F.instance_norm, (rand(3, 5, 6, 8),), {}
 
 
+def adaptive_avg_pool2d_cases():
+    """Means by rows and by columns; gradients by channels and by elements, with a tail."""
+    for name, layout in FORMATS.items():
+        for shape in ((2, 9, 7, 7), (1, 64, 5, 3), (3, 72, 9, 9), (2, 130, 1, 1), (1, 8, 40, 41)):
+            x = rand(*shape).contiguous(memory_format=layout)
+            yield f"{name}-{'x'.join(map(str, shape))}", F.adaptive_avg_pool2d, (x, 1), {}
+    yield "unbatched", F.adaptive_avg_pool2d, (rand(5, 9, 7), 1), {}
+
+
 def max_pool2d_cases():
     for name, layout in FORMATS.items():
         for width, kernel, stride, padding, dilation, ceil in (

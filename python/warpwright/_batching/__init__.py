@@ -81,6 +81,8 @@ RULES: dict[str, Rule] = {
         name: _reduction.reduction(getattr(ops, name))
         for name in ("sum", "mean", "amax", "logsumexp", "var", "std")
     },
+    "global_avg_pool2d": _norm_and_pool.pool(ops.global_avg_pool2d),
+    "global_avg_pool2d_backward": _norm_and_pool.global_avg_pool2d_backward,
     "linear_scan": _scan.linear_scan,
     "quantize_rows": _codes.quantize_rows,
     "scaled_linear": _codes.scaled_linear,

@@ -174,6 +174,14 @@ def max_pool2d_backward(
     return per_sample(y, single, samples), 0
 
 
+def global_avg_pool2d_backward(
+    info: Any, dims: Dims, grad: Tensor, *planes: Any
+) -> tuple[Tensor, int]:
+    samples, single = info.batch_size, grad.dim() - (dims[0] is not None) == 3
+    y = ops.global_avg_pool2d_backward(images(grad, dims[0], samples), *planes)
+    return per_sample(y, single, samples), 0
+
+
 def max_pool2d_indices(
     info: Any, dims: Dims, codes: Tensor, size: Sequence[int], *rest: Any
 ) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""Cases of images: squeeze-and-excitation, transposed convolutions, the residual blocks of ConvNeXt-T, and first layers."""
+"""Cases of images: transposed convolutions, global pools, squeeze-and-excitation, ConvNeXt-T, first layers."""
 
 from __future__ import annotations
 
@@ -95,6 +95,20 @@ def _layer_scaled(
         lambda F, i: F.layer_scale_add(*i.values()),
         {"fwd": narrow + 2 * wide, "bwd": 2 * narrow + wide},
         native=native,
+    )
+
+
+def _global_pooled(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str) -> Case:
+    """The last pool of a network. Each direction moves the images and a number per plane."""
+    moved = (torch.Size(shape).numel() + shape[0] * shape[1]) * dtype.itemsize
+    return Case(
+        "adaptive_avg_pool2d",
+        "x".join(map(str, shape)),
+        dtype,
+        layout,
+        lambda device: {"x": _randn(shape, dtype, device, layout)},
+        lambda F, i: F.adaptive_avg_pool2d(i["x"], 1),
+        {"fwd": moved, "bwd": moved},
     )
 
 
@@ -243,6 +257,8 @@ IMAGES = [
     *(_squeezed((256, c, n, n), s, BF16, NHWC, MOBILENET) for c, s, n in _OF_MOBILENET),
     _squeezed((256, 144, 56, 56), 6, BF16, NCHW),
     _squeezed((256, 144, 56, 56), 6, FP32, NHWC),
+    *(_global_pooled((256, c, 7, 7), BF16, NHWC) for c in (2048, 1280, 960, 768)),
+    *(_global_pooled((256, 2048, 7, 7), *form) for form in ((BF16, NCHW), (FP32, NHWC))),
     *(_layer_scaled((128, c, n, n), BF16, NHWC) for c, n in _OF_CONVNEXT),
     _layer_scaled((128, 96, 56, 56), BF16, NHWC, scales_samples=True),
     *(_first_layer((1024, 1, 28, 28), 32, 3, layout) for layout in (NHWC, NCHW)),
@@ -255,6 +271,7 @@ SMALL_IMAGES = [
     _upsampled_cat((4, 32, 16, 16), 16, FP32, NHWC),
     _squeezed((8, 96, 28, 28), 4, FP32, NCHW),
     _squeezed((8, 96, 28, 28), 4, FP32, NHWC, MOBILENET),
+    *(_global_pooled((8, 256, 7, 7), FP32, layout) for layout in (NHWC, NCHW)),
     _layer_scaled((8, 96, 28, 28), FP32, NHWC, scales_samples=True),
     *(_first_layer((64, 1, 28, 28), 32, 3, layout) for layout in (NHWC, NCHW)),
 ]

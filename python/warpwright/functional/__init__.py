@@ -29,7 +29,7 @@ from ._norm import (
     batch_norm_relu_max_pool2d,
     batch_norm_silu,
 )
-from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
+from ._pool import adaptive_avg_pool2d, max_pool2d, max_pool2d_with_indices, relu_max_pool2d
 from ._quantized import linear_quantized
 from ._reduction import amax, logsumexp, mean, std, sum, var
 from ._rotary import rotary_embedding
@@ -40,6 +40,7 @@ from ._squeeze_excitation import squeeze_excitation
 from ._varlen import attention_varlen
 
 __all__ = [
+    "adaptive_avg_pool2d",
     "add_layer_norm",
     "add_rms_norm",
     "amax",

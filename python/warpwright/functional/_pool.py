@@ -1,6 +1,8 @@
-"""Max pooling, alone and after a relu."""
+"""Max pooling, alone and after a relu; global average pooling."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,3 +100,46 @@ def relu_max_pool2d(
         return run(input, *window)
     except RuntimeError as error:
         raise _arguments.error(error, "relu_max_pool2d", {"input": input}, {}) from None
+
+
+WHY_NOT_GLOBAL = "only the mean of whole planes, output size 1 or (1, 1), has a kernel"
+
+
+def is_one(output_size: Any) -> bool:
+    """Whether it is the number 1, or two of them."""
+    if output_size.__class__ is int:
+        return bool(output_size == 1)
+    if output_size.__class__ not in (tuple, list, torch.Size) or len(output_size) != 2:
+        return False
+    return all(size.__class__ is int and size == 1 for size in output_size)
+
+
+def is_global_pool(input: Any, output_size: Any) -> bool:
+    return isinstance(input, Tensor) and input.dim() in (3, 4) and is_one(output_size)
+
+
+def adaptive_avg_pool2d(
+    input: Tensor, output_size: int | tuple[int | None, int | None] | None
+) -> Tensor:
+    """The mean of each plane, for an output size of 1. Native computes other sizes.
+
+    On a GPU the forward is one pass over ``input``, for any strides. The backward is one kernel, which
+    writes the gradient in the memory format of ``input``. Native's divides an expanded tensor, and the
+    layer before the pool then copies the quotient into its own format.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W), any strides; float32, float64, bfloat16, float16.
+        output_size: 1 or (1, 1) for the kernel; otherwise as for native.
+    Returns:
+        (N, C, 1, 1) or (C, 1, 1), in the dtype of ``input``, channels_last if ``input`` is. NaN if
+        planes are empty.
+    Raises:
+        RuntimeError: an integer ``input``, or as native for other output sizes.
+        TypeError: an argument of another type.
+    """
+    if not is_global_pool(input, output_size) or dynamo() or exporting():
+        return torch.nn.functional.adaptive_avg_pool2d(input, output_size)
+    try:
+        return ops.global_avg_pool2d(input)
+    except RuntimeError as error:
+        raise _arguments.error(error, "adaptive_avg_pool2d", {"input": input}, {}) from None

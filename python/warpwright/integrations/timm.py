@@ -18,6 +18,7 @@ from .. import nn as ours
 from .._ops import ops
 from .._running_statistics import RunningStatistics
 from ..swap.blocks import is_hooked
+from ..swap.functions import mean_along
 from ..swap.registry import Known, register_code
 from ..swap.residual import (
     LAYER_NORM,
@@ -121,6 +122,24 @@ register_code(
     Known("batch_norm", _batch_norm_act, _batch_norm_act_example, parts=("drop", "act")),
     "768cc976a4e23ec6",  # 1.0.31
 )
+
+
+# ---- pooling ----
+
+
+def _average_pool(self: Any, x: Tensor) -> Tensor:
+    return mean_along(x, self.dim, not self.flatten)
+
+
+def _average_pool_example() -> tuple[nn.Module, Tensor]:
+    layer: Any = nn.Module()
+    layer.flatten, layer.dim = True, (2, 3)
+    return layer, torch.randn(2, 16, 3, 4)
+
+
+register_code(
+    Known("adaptive_avg_pool2d", _average_pool, _average_pool_example), "eb2e9cbb232e9964"
+)  # FastAdaptiveAvgPool, 0.9
 
 
 # ---- squeeze-and-excitation ----

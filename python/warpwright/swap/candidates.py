@@ -15,6 +15,8 @@ from .patterns import CONVOLUTIONS, KINDS, NAMES, PATTERNS
 CATS = ("cat", "concat", "concatenate")
 ATTENTION = ("unbind", "scaled_dot_product_attention", "softmax", "matmul")
 UPSAMPLING = (nn.ConvTranspose2d, ours.ConvTranspose2d)
+# Functions that a forward calls, and the method that may be a pool (`functions`).
+FUNCTIONS = ("scaled_dot_product_attention", "adaptive_avg_pool2d", "mean")
 NORMS = (nn.LayerNorm, nn.RMSNorm, ours.LayerNorm, ours.RMSNorm)
 
 
@@ -29,8 +31,8 @@ def has_own_forward(module: nn.Module) -> bool:
 
 def may_be_rewritten(module: nn.Module) -> bool:
     """Whether ``module``'s forward may call a norm or a convolution next to a shortcut, concatenate with
-    a transposed convolution, scale a branch by a parameter, call attention, or take views apart
-    after a permutation."""
+    a transposed convolution, scale a branch by a parameter, call attention or a mean, or take views
+    apart after a permutation."""
     if not has_own_forward(module):
         return False
     if any(type(m) in CONVOLUTIONS for m in _called_by(module)):
@@ -42,7 +44,7 @@ def may_be_rewritten(module: nn.Module) -> bool:
     names = _names_in(type(module))
     if not names.isdisjoint(CATS) and any(type(m) in UPSAMPLING for m in _called_by(module)):
         return True
-    if "scaled_dot_product_attention" in names:
+    if not names.isdisjoint(FUNCTIONS):
         return True
     return "permute" in names and not names.isdisjoint(ATTENTION)
 

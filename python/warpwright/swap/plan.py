@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import integrations
 from .._arch import why_no_kernel
+from ..functional._pool import WHY_NOT_GLOBAL, is_one
 from .classes import (
     CONTAINERS,
     MODULES,
@@ -182,6 +183,8 @@ def _why_not(
         return f"{op} is not in ops"
     if getattr(module, "sparse", False):  # of nn.Embedding
         return "sparse=True: native computes a sparse gradient"
+    if isinstance(module, nn.AdaptiveAvgPool2d) and not is_one(module.output_size):
+        return f"output_size={module.output_size}: {WHY_NOT_GLOBAL}"
     for key, tensor in (
         *module.named_parameters(recurse=False),
         *module.named_buffers(recurse=False),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
-from . import cats, functions, scales
+from . import cats, scales
 from .blocks import block_class
 from .cats import CatPass
 from .functions import FunctionPass
@@ -73,8 +73,8 @@ def plan_rewrites(
         found.fusions += [Fusion(name, chain, INTO, "") for chain in chains]
         chains = dict.fromkeys(chain for b in joined for chain in b.chains)
         found.fusions += [Fusion(name, chain, cats.INTO, "") for chain in chains]
-        if any(call.count for call in calls):
-            found.fusions.append(Fusion(name, functions.CHAIN, functions.INTO, ""))
+        called = {chain: into for call in calls for chain, into in call.chains.items()}
+        found.fusions += [Fusion(name, chain, into, "") for chain, into in called.items()]
         for scale in scaled:
             found.absorbed.update(dict.fromkeys(scale.absorbed, scales.INTO))
         if any(scale.count for scale in scaled):

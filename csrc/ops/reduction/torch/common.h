@@ -69,8 +69,10 @@ inline c10::SymDimVector reduced_sizes(const Tensor& input, const DimMask& mask,
 
 // Contiguous whatever the input's strides, as native's result is.
 inline Tensor empty_reduced(const Tensor& input, const DimMask& mask, bool keepdim,
-                            at::ScalarType dtype) {
-  return at::empty_symint(reduced_sizes(input, mask, keepdim), input.options().dtype(dtype));
+                            at::ScalarType dtype,
+                            at::MemoryFormat format = at::MemoryFormat::Contiguous) {
+  return at::empty_symint(reduced_sizes(input, mask, keepdim), input.options().dtype(dtype),
+                          format);
 }
 
 // A result without the reduced dimensions, with size 1 there.
@@ -103,6 +105,8 @@ struct ReductionCall {
   bool keepdim;
   at::ScalarType dtype;  // floating
   double correction = 0;
+  // Of the output. Planes of one element have the same memory in both formats.
+  at::MemoryFormat format = at::MemoryFormat::Contiguous;
 };
 
 // The axes of `input` in the order of its dimensions, for a contiguous output.
@@ -122,7 +126,7 @@ inline ReductionLayout reduction_layout(const Tensor& input, const DimMask& mask
 template <class Run>
 Tensor reduce_with(const Tensor& input, const ReductionCall& call, Run&& run) {
   check_has_storage(input, call.input_name);
-  Tensor output = empty_reduced(input, call.mask, call.keepdim, call.dtype);
+  Tensor output = empty_reduced(input, call.mask, call.keepdim, call.dtype, call.format);
   Tensor source = is_direct(input.scalar_type(), call.dtype) ? input : input.to(call.dtype);
   ReductionParams p{.kind = call.kind,
                     .dtype = dtype_of(source),

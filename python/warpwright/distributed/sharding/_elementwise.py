@@ -1,4 +1,4 @@
-"""Shardings of activations, dropout, rotary embeddings and max pooling."""
+"""Shardings of activations, dropout, rotary embeddings and pooling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ._random import drawing
 from ._table import R, Row, Rule, S, picked
 
-POOL_ADVICE = "Max pooling is computed over N and channels, not over H and W."
+POOL_ADVICE = "Pooling is computed over N and channels, not over H and W."
 
 
 def alike(results: int, operands: int, window_dims: int = 0) -> Callable[..., list[Row]]:
@@ -84,5 +84,7 @@ RULES = {
     "max_pool2d_gather": _pool(1, 2, "codes"),
     "relu_max_pool2d": _pool(1, 1, "input"),
     "relu_max_pool2d_with_codes": _pool(2, 1, "input"),
+    "global_avg_pool2d": _pool(1, 1, "input"),
+    "global_avg_pool2d_backward": Rule(alike(1, 1, window_dims=2), advice=POOL_ADVICE),
 }
 HANDLERS = {"dropout": drawing(probability_at=1)}
