@@ -19,7 +19,7 @@
 #include "ops/conv2d_batch_norm/narrow_backward.h"
 #include "tile/epilogue_sm90.cuh"
 #include "tile/loaded_stage_sm90.cuh"
-#include "tile/mainloop_sm90.cuh"
+#include "tile/stage_ring_sm90.cuh"
 
 namespace warpwright {
 
@@ -28,6 +28,8 @@ constexpr int kNarrowChunks = NarrowBackwardPlan::kMaxChunks;
 constexpr int kNarrowChannels = kNarrowChunks * kNarrowChunk;
 constexpr int kNarrowWarpgroups = 2;  // that multiply
 constexpr int kNarrowThreads = 128 * (1 + kNarrowWarpgroups);
+// Registers per thread after setmaxnreg: 128 * 40 + 256 * 232 <= 65536.
+constexpr int kNarrowLoadRegisters = 40, kNarrowMultiplyRegisters = 232;
 // Named barriers. A warpgroup's store has 1 + its number.
 constexpr int kNarrowWholeBarrier = 1 + kNarrowWarpgroups;
 
@@ -245,27 +247,25 @@ struct NarrowSums {
     for (int i = 0; i < kOwned; ++i) wgmma_pin(dw[i]);
   }
 
-  // Starts the products of a box. `owned`: its place in dw, or negative.
-  template <int kOwn>
-  __device__ __forceinline__ void multiply(uint32_t dz, int first_row, uint32_t weight,
-                                           uint32_t input, bool first) {
-    const uint64_t rows = wgmma_descriptor(kFields, dz + first_row * 128);
+  // Starts the products of box `chunk`: its rows of dx, and dw if the warpgroup owns the box.
+  __device__ __forceinline__ void multiply(uint32_t dz, int warpgroup, uint32_t weight,
+                                           uint32_t input, int chunk) {
+    const uint64_t rows = wgmma_descriptor(kFields, dz + warpgroup * 64 * 128);
     const uint64_t w = wgmma_descriptor(kFields, weight);
     pin();
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kNarrowChunk / 16; ++step) {
-      wgmma<T, 0, 1>(dx, rows + (step * 32 >> 4), w + (step * 2048 >> 4), step > 0 || !first);
+    // Each branch has all products of the box and its own commit, as MainloopSm90::consume() has.
+    if (chunk % kNarrowWarpgroups != warpgroup) {
+      multiply_rows(rows, w, chunk == 0);
+      wgmma_commit();
+    } else if (chunk < kNarrowWarpgroups) {
+      multiply_rows(rows, w, chunk == 0);
+      multiply_columns(dw[0], dz, input);
+      wgmma_commit();
+    } else {
+      multiply_rows(rows, w, chunk == 0);
+      multiply_columns(dw[1], dz, input);
+      wgmma_commit();
     }
-    if constexpr (kOwn >= 0) {
-      const uint64_t columns = wgmma_descriptor(kFields, dz);
-      const uint64_t in = wgmma_descriptor(kFields, input);
-#pragma unroll
-      for (int step = 0; step < kNarrowRows / 16; ++step) {
-        wgmma<T, 1, 1>(dw[kOwn], columns + (step * 2048 >> 4), in + (step * 2048 >> 4), true);
-      }
-    }
-    wgmma_commit();
   }
 
   // Adds a warpgroup's rows of the addend, a matrix like `output`.
@@ -303,40 +303,53 @@ struct NarrowSums {
       }
     }
   }
+
+ private:
+  static_assert(kOwned == 2, "multiply() names them");
+
+  __device__ __forceinline__ void multiply_rows(uint64_t rows, uint64_t w, bool first) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kNarrowChunk / 16; ++step) {
+      wgmma<T, 0, 1>(dx, rows + (step * 32 >> 4), w + (step * 2048 >> 4), step > 0 || !first);
+    }
+  }
+  __device__ __forceinline__ static void multiply_columns(float (&sums)[32], uint32_t dz,
+                                                          uint32_t input) {
+    const uint64_t columns = wgmma_descriptor(kFields, dz);
+    const uint64_t in = wgmma_descriptor(kFields, input);
+#pragma unroll
+    for (int step = 0; step < kNarrowRows / 16; ++step) {
+      wgmma<T, 1, 1>(sums, columns + (step * 2048 >> 4), in + (step * 2048 >> 4), true);
+    }
+  }
 };
 
-// One of the two warpgroups: all tiles of the CTA.
-template <class T, bool kGated, int kWarpgroup>
-__device__ __forceinline__ void multiply_narrow(const NarrowMemory& memory,
+// One of the two warpgroups: all tiles of the CTA. The loop over boxes is not unrolled: with a copy
+// of dz's code per box the warpgroups waited for instructions.
+template <class T, bool kGated>
+__device__ __forceinline__ void multiply_narrow(const NarrowMemory& memory, int warpgroup,
                                                 const NarrowCoefficients& coefficients,
                                                 const NarrowKernelParams& p) {
-  constexpr int kFirstRow = kWarpgroup * 64;
   const auto ring = memory.ring();
   const auto input_ring = memory.input_ring();
   NarrowMemory::Ring::Cursor at, previous;
   NarrowMemory::InputRing::Cursor at_input;
-  EpilogueSm90<T, 1> store{memory.store(kWarpgroup), 1 + kWarpgroup};
+  EpilogueSm90<T, 1> store{memory.store(warpgroup), 1 + warpgroup};
   NarrowSums<T> sums = {};
   mbarrier_wait(memory.weight_arrived(), 0);
+#pragma unroll 1
   for (int i = 0; i < tiles_of_cta(p); ++i) {
-    const int first_row = first_pixel(p, i) + kFirstRow;
     input_ring.wait_full(at_input);
     const uint32_t input = memory.input(at_input.stage);
-#pragma unroll
-    for (int chunk = 0; chunk < kNarrowChunks; ++chunk) {
-      if (chunk >= p.chunks) break;
+#pragma unroll 1
+    for (int chunk = 0; chunk < p.chunks; ++chunk) {
       ring.wait_full(at);
       const uint32_t stage = memory.stage(at.stage);
-      turn_rows_into_dz<T, kGated>(stage, kFirstRow, chunk * kNarrowChunk, coefficients, p);
+      turn_rows_into_dz<T, kGated>(stage, warpgroup * 64, chunk * kNarrowChunk, coefficients, p);
       fence_proxy_async();
       named_barrier_sync(kNarrowWholeBarrier, 128 * kNarrowWarpgroups);
-      if (chunk % kNarrowWarpgroups == kWarpgroup) {
-        chunk < kNarrowWarpgroups
-            ? sums.template multiply<0>(stage, kFirstRow, memory.weight(chunk), input, chunk == 0)
-            : sums.template multiply<1>(stage, kFirstRow, memory.weight(chunk), input, chunk == 0);
-      } else {
-        sums.template multiply<-1>(stage, kFirstRow, memory.weight(chunk), input, chunk == 0);
-      }
+      sums.multiply(stage, warpgroup, memory.weight(chunk), input, chunk);
       if (chunk > 0) {
         wgmma_wait<1>();  // the box before
         sums.pin();
@@ -350,12 +363,13 @@ __device__ __forceinline__ void multiply_narrow(const NarrowMemory& memory,
     ring.release(previous);
     input_ring.release(at_input);
     at_input.next();
+    const int first_row = first_pixel(p, i) + warpgroup * 64;
     sums.add(static_cast<const T*>(p.addend), p.output, first_row);
     if (first_row < p.output.m) store.store_box(sums.dx, p.output, first_row, 0);
   }
 #pragma unroll
   for (int owned = 0; owned < NarrowSums<T>::kOwned; ++owned) {
-    sums.store_part(owned, owned * kNarrowWarpgroups + kWarpgroup, p);
+    sums.store_part(owned, owned * kNarrowWarpgroups + warpgroup, p);
   }
   store.finish();
 }
@@ -381,12 +395,11 @@ __global__ void __launch_bounds__(kNarrowThreads, 1)
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
     if (warpgroup == 0) {
-      setmaxnreg_dec<kProducerRegisters>();
+      setmaxnreg_dec<kNarrowLoadRegisters>();
       if (threadIdx.x == 0) load_narrow(memory, p);
     } else {
-      setmaxnreg_inc<kConsumerRegisters>();
-      warpgroup == 1 ? multiply_narrow<T, kGated, 0>(memory, coefficients, p)
-                     : multiply_narrow<T, kGated, 1>(memory, coefficients, p);
+      setmaxnreg_inc<kNarrowMultiplyRegisters>();
+      multiply_narrow<T, kGated>(memory, warpgroup - 1, coefficients, p);
     }
   } else {
     __trap();
