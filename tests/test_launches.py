@@ -102,6 +102,14 @@ def layer_scale_add(x, residual):
     return (x, residual, scale), lambda: F.layer_scale_add(x, residual, scale, factors)
 
 
+def layer_scale_add_with_copy(x, narrow):
+    operands, _ = layer_scale_add(x, x)
+    if narrow:
+        operands = (x, x.detach().clone().requires_grad_(), operands[2])
+    copied = torch.ops.warpwright.layer_scale_add_with_copy
+    return operands, lambda: copied(*operands, None, BF16)[0]
+
+
 def rotary(query, key):
     cos, sin = torch.randn(2, 1, query.shape[2], query.shape[3], device=query.device)
     return (query,), lambda: F.rotary_embedding(query, key, cos, sin)[0]
@@ -229,6 +237,16 @@ CASES = {
         lambda: layer_scale_add(channels_last(64, 96, 56, 56), channels_last(64, 96, 56, 56)),
         1,
         2,
+    ),
+    "layer_scale_add, with a copy": (
+        lambda: layer_scale_add_with_copy(channels_last(64, 96, 56, 56), narrow=False),
+        1,
+        2,
+    ),
+    "layer_scale_add, with a copy, to 16 bits": (  # and a cast of the residual's gradient
+        lambda: layer_scale_add_with_copy(channels_last(64, 96, 56, 56), narrow=True),
+        1,
+        3,
     ),
     "rotary_embedding": (lambda: rotary(random(2, 8, 512, 64), random(2, 2, 512, 64)), 1, 1),
     "cumsum": (lambda: scan(random(512, 768), 1), 1, 1),

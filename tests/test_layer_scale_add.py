@@ -443,13 +443,14 @@ def test_explain():
     assert "column sums, 16-byte accesses" in lines[2]
     samples = torch.empty(8, 1, 1, 1)
     assert text(x, residual, scale, samples).splitlines()[1:] == lines[1:]
+    assert text(x, x, scale).splitlines()[1:] == lines[1:]  # a residual of 16 bits
     odd = image(2, 7, 5, 5), image(2, 7, 5, 5), torch.empty(7, 1, 1).bfloat16()
     assert "element accesses" in text(*odd)
     planes = [image(*shape, layout=torch.contiguous_format) for _ in range(2)]
     for args, reason in (
         ((*planes, scale.bfloat16()), "channels are not innermost"),
         ((x, planes[0].float(), scale), "input and residual differ in memory order"),
-        ((x, x, scale), "the residual is not of the result's type"),
+        ((x, x.half(), scale), "the residual is not of the result's type"),
         ((x, residual.double(), scale), "types other than one"),
         ((x, x, torch.empty(1).bfloat16()), "scale has one value"),
         ((x[..., :5], residual[..., :5], scale), "the input has gaps in memory"),

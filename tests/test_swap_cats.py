@@ -86,7 +86,7 @@ def test_fused(device, form, layout):
     model = Up(form).to(device)
     inputs = operands(device, layout=layout)
     expected = results(model, *inputs)
-    report = swap(model, fuse=True)
+    report = swap(model, fuse=True, exclude=["norm"])  # whose strides native chooses by device
     assert [(f.chain, f.into) for f in report.fusions] == [("up → cat", "conv_transpose2d_cat")]
     assert "conv_transpose2d_cat" in called(lambda: model(*inputs))
     for ours, theirs in zip(results(model, *inputs), expected, strict=True):

@@ -192,6 +192,7 @@ def explain_scan(op: str, dtype: str, input: Operand, dim: int) -> list[tuple[st
 def explain_gated_activation(dtype: str, gate: Operand, packed: bool) -> list[tuple[str, str]]: ...
 def explain_layer_scale_add(
     dtype: str,
+    residual_dtype: str,
     output_dtype: str,
     input: Operand,
     residual: Operand,

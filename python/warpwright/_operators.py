@@ -88,6 +88,7 @@ LAYER_SCALE_ADD = (
         aten=_aten.layer_scale_add_backward,
         is_fused_by_inductor=always,
     ),
+    Operator("layer_scale_add_with_copy", composed=True),
     Operator("cast_with_residual", composed=True),
 )
 QUANTIZE_ROWS = Operator("quantize_rows", _native_8bit.quantize_rows, _native_8bit.quantize_rows)

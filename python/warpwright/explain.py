@@ -183,15 +183,13 @@ def _layer_scale_add(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     tensors = [t for t in (x, residual, scale, sample_scale) if t is not None]
     dtype = reduce(torch.promote_types, [t.dtype for t in tensors])
     channels = [x.dim() + d for d in range(-scale.dim(), 0) if scale.shape[d] != 1]
-    if not channels or residual.dtype != dtype:
-        reason = "the residual is not of the result's type" if channels else "scale has one value"
-        return [("forward, backward", f"one ATen operator after the other: {reason}")]
     return _C.explain_layer_scale_add(
         dtype_name(x),
+        dtype_name(residual),
         str(dtype).removeprefix("torch."),
         operand_of(x),
         operand_of(residual),
-        channels[0],
+        channels[0] if channels else -1,
         sample_scale is not None,
         gpu,
     )

@@ -47,7 +47,7 @@ TESTS = {
     "cross_entropy": (["test_cross_entropy*.py"], "cross_entropy"),
     "gated_activation": (["test_gated_activation.py"], "gated or glu"),
     "rotary_embedding": (["test_rotary_embedding.py"], "rotary"),
-    "layer_scale_add": (["test_layer_scale_add*.py"], "layer_scale"),
+    "layer_scale_add": (["test_layer_scale_add*.py", "test_swap_copies.py"], "layer_scale"),
     "layer_norm": (["test_layer_norm.py", "test_add_norm.py", "test_norm_dtype.py"], "norm"),
     "group_norm": (["test_group_norm.py"], "group_norm or instance_norm"),
     "activation": (["test_activation.py"], "gelu or silu or sigmoid or tanh or activation"),

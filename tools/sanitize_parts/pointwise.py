@@ -58,6 +58,11 @@ def layer_scale_add_cases():
         wide = lambda x, *a: F.layer_scale_add(x, *(t.float() for t in a)).to(x.dtype)  # noqa: E731
         yield f"{name}-float32", wide, (x, residual, scale), {}
     rows = rand(37, 64), rand(37, 64), rand(64)
+    copied = torch.ops.warpwright.layer_scale_add_with_copy
+    both = lambda x, r, s: sum(copied(x, r.float(), s.float(), None, x.dtype)).to(x.dtype)  # noqa: E731
+    yield "copy", both, rows, {}
+    from_narrow = lambda x, r, s: sum(copied(x, r, s.float(), None, x.dtype)).to(x.dtype)  # noqa: E731
+    yield "copy, 16-bit residual", from_narrow, rows, {}
     off = lambda x, *a: F.layer_scale_add(misaligned(x), *a)  # noqa: E731
     yield "misaligned", off, rows, {}
     yield "planes", F.layer_scale_add, (rand(2, 5, 7, 6), rand(2, 5, 7, 6), rand(5, 1, 1)), {}

@@ -1,6 +1,7 @@
 // One pass: a thread has one 16-byte load of 16-bit values, and two of float32.
 #include <algorithm>
 
+#include "common/address.h"
 #include "common/ceil_div.h"
 #include "device/access.cuh"
 #include "device/vec.cuh"
@@ -42,9 +43,7 @@ void launch_widening(const WidenAndAddParams& p, cudaStream_t stream) {
            static_cast<float*>(p.sum), p.numel);
   };
   // An access of float32 is two of 16 bytes.
-  const uintptr_t addresses =
-      reinterpret_cast<uintptr_t>(p.wide) | reinterpret_cast<uintptr_t>(p.sum);
-  const bool aligned = addresses % 32 == 0 && reinterpret_cast<uintptr_t>(p.narrow) % 16 == 0;
+  const bool aligned = addresses_of(p.wide, p.sum) % 32 == 0 && address_of(p.narrow) % 16 == 0;
   aligned ? run.template operator()<8>() : run.template operator()<1>();
 }
 

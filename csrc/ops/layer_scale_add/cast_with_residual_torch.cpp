@@ -57,13 +57,23 @@ struct CastWithResidualBackward {
   }
 };
 
-// `residual` is `input` in a tensor of its own, over the same memory.
-std::tuple<Tensor, Tensor> cast_with_residual(const Tensor& input, at::ScalarType dtype) {
+// Whether `cast` can stand for input.to(dtype): it has its form, and no history.
+bool is_cast_of(const Tensor& cast, const Tensor& input, at::ScalarType dtype) {
+  return is_plain(cast) && !cast.requires_grad() && cast.scalar_type() == dtype &&
+         cast.device() == input.device() && cast.sizes().equals(input.sizes()) &&
+         cast.strides().equals(input.strides());
+}
+
+// `residual` is `input` in a tensor of its own, over the same memory. `known`: input.to(dtype), if
+// somebody has computed it. The result is over its memory then.
+std::tuple<Tensor, Tensor> cast_with_residual(const Tensor& input, at::ScalarType dtype,
+                                              const OptionalTensor& known) {
   check_is_dtype(dtype, "cast_with_residual: dtype");
   TORCH_CHECK(is_floating(input.scalar_type()) && is_floating(dtype),
               "cast_with_residual: expected floating point types, got ", input.scalar_type(),
               " and ", dtype);
   check_plain_storage(input, "cast_with_residual: input");
+  if (known.has_value()) check_plain_storage(*known, "cast_with_residual: known");
   if (!is_plain(input) || !needs_gradient(input) || input.scalar_type() == dtype) {
     return {at::alias(input), input.to(dtype)};
   }
@@ -72,7 +82,8 @@ std::tuple<Tensor, Tensor> cast_with_residual(const Tensor& input, at::ScalarTyp
   // A write to either is a write to both.
   torch::autograd::impl::set_version_counter(residual,
                                              torch::autograd::impl::version_counter(input));
-  Tensor cast = below_autograd([&] { return input.to(dtype); });
+  const bool is_known = known.has_value() && is_cast_of(*known, input, dtype);
+  Tensor cast = below_autograd([&] { return is_known ? at::alias(*known) : input.to(dtype); });
   set_history(variable_list{residual, cast}, node);
   return {residual, cast};
 }
@@ -80,8 +91,10 @@ std::tuple<Tensor, Tensor> cast_with_residual(const Tensor& input, at::ScalarTyp
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
-  m.def("cast_with_residual(Tensor input, ScalarType dtype) -> (Tensor residual, Tensor cast)",
-        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "cast_with_residual(Tensor input, ScalarType dtype, Tensor? known=None) "
+      "-> (Tensor residual, Tensor cast)",
+      {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(warpwright, CompositeImplicitAutograd, m) {

@@ -39,12 +39,12 @@ SampleScale<O> sample_scale_of(const void* values, const LayerScaleShape& s) {
   return {static_cast<const O*>(values), FastDivmod(s.rows_per_sample)};
 }
 
-// Layout: x (rows, channels); residual, y likewise; scale (channels). Grid: thread t has the t-th
-// vector of kVec elements, row by row.
-template <class T, class O, int kVec>
+// Layout: x (rows, channels); residual, y and its copy (or null) likewise; scale (channels). Grid:
+// thread t has the t-th vector of kVec elements, row by row.
+template <class T, class R, class O, int kVec>
 __global__ void __launch_bounds__(kThreads)
-    layer_scale_add_kernel(const T* x, const O* residual, const O* scale, SampleScale<O> samples,
-                           O* y, int per_row, FastDivmod by_row, int64_t vectors) {
+    layer_scale_add_kernel(const T* x, const R* residual, const O* scale, SampleScale<O> samples,
+                           O* y, T* copy, int per_row, FastDivmod by_row, int64_t vectors) {
   using Acc = Accum<O>;
   const int64_t v = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (v >= vectors) return;
@@ -61,7 +61,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kVec; ++i) {
     sum.data[i] = added.data[i] + factors.data[i] * sample * values.data[i];
   }
-  store_vec(y + at, narrow<O, kVec>(sum));
+  const auto result = narrow<O, kVec>(sum);
+  store_vec(y + at, result);
+  if (copy != nullptr) store_vec(copy + at, narrow<T, kVec>(widen(result)));
 }
 
 // dy * sample_scale * x, as column_sum_kernel sees it. dx leaves on the way.
@@ -108,15 +110,19 @@ void launch_layer_scale_add(const LayerScaleAddParams& p, const LayerScalePlan& 
   const int64_t vectors = s.rows * s.channels / plan.vec;
   if (vectors == 0) return;
   for_layer_scale_types(s, [&]<class T, class O>() {
-    auto run = [&]<int kVec>() {
-      launch(layer_scale_add_kernel<T, O, kVec>,
+    auto run = [&]<class R, int kVec>() {
+      launch(layer_scale_add_kernel<T, R, O, kVec>,
              dim3(static_cast<unsigned>(ceil_div<int64_t>(vectors, kThreads))), dim3(kThreads), 0,
-             stream, static_cast<const T*>(p.input), static_cast<const O*>(p.residual),
+             stream, static_cast<const T*>(p.input), static_cast<const R*>(p.residual),
              static_cast<const O*>(p.scale), sample_scale_of<O>(p.sample_scale, s),
-             static_cast<O*>(p.output), static_cast<int>(s.channels / kVec),
-             FastDivmod(s.channels / kVec), vectors);
+             static_cast<O*>(p.output), static_cast<T*>(p.copy),
+             static_cast<int>(s.channels / kVec), FastDivmod(s.channels / kVec), vectors);
     };
-    plan.vec > 1 ? run.template operator()<kVecSize<T>>() : run.template operator()<1>();
+    auto with_residual = [&]<class R>() {
+      plan.vec > 1 ? run.template operator()<R, kVecSize<T>>() : run.template operator()<R, 1>();
+    };
+    p.residual_dtype == s.dtype ? with_residual.template operator()<T>()
+                                : with_residual.template operator()<O>();
   });
 }
 

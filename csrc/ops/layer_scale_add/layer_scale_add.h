@@ -3,7 +3,8 @@
 // Huang et al., arXiv:1603.09382). One rounding, that of the result.
 // Memory-bound. Bytes (E = x, O = y): E + 2O forward. Backward: reads dy and x once and writes
 // dx = dy * sample_scale * scale; the same pass sums dscale = sum of dy * sample_scale * x over the
-// rows of each channel. 2E + O. The gradient of the residual is dy itself.
+// rows of each channel. 2E + O. The gradient of the residual is dy itself. A copy of y in x's type,
+// for a reader that would cast it, adds E to the forward; a cast of its own would move O + E.
 //
 // Layout: x, dx (rows, channels) of `dtype`; residual, y, dy, scale of `output_dtype`, the same or
 // float32 next to 16 bits. All are dense, channels innermost. The rows of a sample are consecutive.
@@ -31,10 +32,12 @@ struct LayerScaleShape {
 struct LayerScaleAddParams {
   LayerScaleShape shape;
   const void* input;
-  const void* residual;
+  const void* residual;  // of residual_dtype: y's type, or x's
+  DType residual_dtype;
   const void* scale;         // (channels)
   const void* sample_scale;  // (rows / rows_per_sample) of output_dtype, or null
   void* output;
+  void* copy = nullptr;  // y in x's type, next to a float32 y; null: not wanted
 };
 
 struct LayerScaleAddBackwardParams {
@@ -47,14 +50,69 @@ struct LayerScaleAddBackwardParams {
   void* grad_scale;          // (channels), of output_dtype; null: not wanted
 };
 
-// Null if the kernels take the shape, else the reason why one op runs after the other.
-inline const char* why_not_layer_scale(const LayerScaleShape& s) {
+// A call as its tensors describe it, without their memory.
+struct LayerScaleCall {
+  DType dtype, other_dtype, output_dtype;  // x; the residual, or the gradient of y; y
+  int64_t dims;
+  const int64_t *sizes, *strides;  // of x
+  const int64_t* other_strides;
+  int64_t channel;  // the dimension of x that `scale` has values for; -1: it has a single one
+  bool scales_samples;
+  bool is_backward = false;
+
+  int64_t numel() const {
+    int64_t count = 1;
+    for (int64_t d = 0; d < dims; ++d) count *= sizes[d];
+    return count;
+  }
+  // Whether x has each element of its memory once. Follows the strides from the innermost one.
+  bool is_dense() const {
+    int64_t pitch = 1;
+    for (int64_t found = 0; found < dims; ++found) {  // a dimension per round, or none is left
+      for (int64_t d = 0; d < dims; ++d) {
+        if (sizes[d] != 1 && strides[d] == pitch) {
+          pitch *= sizes[d];
+          break;
+        }
+      }
+    }
+    return pitch == numel();
+  }
+  bool has_same_strides() const {
+    for (int64_t d = 0; d < dims; ++d) {
+      if (strides[d] != other_strides[d]) return false;
+    }
+    return true;
+  }
+};
+
+// The shape that the kernels take, or the reason why one op runs after the other.
+struct LayerScaleFit {
+  LayerScaleShape shape{};
+  const char* why_not = nullptr;
+};
+
+inline LayerScaleFit fit_layer_scale(const LayerScaleCall& c) {
+  const auto no = [](const char* reason) { return LayerScaleFit{{}, reason}; };
+  if (c.channel < 0) return no("scale has one value");
+  const auto channel = static_cast<size_t>(c.channel);
+  // The first block of a stage adds to 16 bits, those of the convolution before it.
+  const bool adds_to_narrow = !c.is_backward && c.other_dtype == c.dtype;
+  if (c.other_dtype != c.output_dtype && !adds_to_narrow) {
+    return no("the residual is not of the result's type");
+  }
+  if (c.strides[channel] != 1) return no("channels are not innermost in memory");
+  if (!c.is_dense()) return no("the input has gaps in memory");
+  if (!c.has_same_strides()) return no("input and residual differ in memory order");
+  const bool outermost = c.channel != 0 && c.strides[0] * c.sizes[0] == c.numel();
+  if (c.scales_samples && !outermost) return no("samples are not outermost in memory");
+  const bool one_type = c.output_dtype == c.dtype;
+  const bool wider = c.output_dtype == DType::kFloat32 && dtype_size(c.dtype) == 2;
+  if (!one_type && !wider) return no("types other than one, or 16 bits next to float32");
+  const int64_t channels = c.sizes[channel], rows = c.numel() / channels;
   constexpr int64_t kMaxExtent = int64_t{1} << 31;  // rows and channels are counted in 32 bits
-  const bool one_type = s.output_dtype == s.dtype;
-  const bool wider = s.output_dtype == DType::kFloat32 && dtype_size(s.dtype) == 2;
-  if (!one_type && !wider) return "types other than one, or 16 bits next to float32";
-  if (s.rows >= kMaxExtent || s.channels >= kMaxExtent) return "an extent of 2^31 or more";
-  return nullptr;
+  if (rows >= kMaxExtent || channels >= kMaxExtent) return no("an extent of 2^31 or more");
+  return {{c.dtype, c.output_dtype, rows, channels, c.scales_samples ? rows / c.sizes[0] : rows}};
 }
 
 struct LayerScalePlan {
@@ -73,7 +131,8 @@ inline LayerScalePlan choose_layer_scale_add(const LayerScaleShape& s, uintptr_t
 }
 
 inline LayerScalePlan choose_layer_scale_add(const LayerScaleAddParams& p) {
-  return choose_layer_scale_add(p.shape, addresses_of(p.input, p.residual, p.scale, p.output));
+  return choose_layer_scale_add(p.shape,
+                                addresses_of(p.input, p.residual, p.scale, p.output, p.copy));
 }
 
 // The backward is a sum over columns that writes dx on its way.

@@ -16,6 +16,7 @@
 #include "torch/check_argument.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
+#include "torch/plain.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include "torch/cuda.h"
@@ -155,22 +156,18 @@ Tensor in_type(const Tensor& tensor, at::ScalarType type) {
 std::optional<LayerScaleShape> kernel_shape(const Tensor& input, const Tensor& other,
                                             const Tensor& scale, const Tensor& sample_scale,
                                             at::ScalarType type, const char* op) {
-  const int64_t channels = channel_dim(input, scale, op);
-  const int64_t numel = input.numel();
-  if (numel == 0 || channels < 0 || input.stride(channels) != 1) return std::nullopt;
-  if (!input.is_non_overlapping_and_dense() || !other.strides().equals(input.strides())) {
-    return std::nullopt;
-  }
-  if (other.scalar_type() != type) return std::nullopt;
-  const int64_t rows = numel / input.size(channels);
-  LayerScaleShape shape{dtype_of(input), dtype_of(other), rows, input.size(channels), rows};
-  if (sample_scale.defined()) {
-    const bool outermost = channels != 0 && input.stride(0) * input.size(0) == numel;
-    if (!outermost) return std::nullopt;
-    shape.rows_per_sample = shape.rows / input.size(0);
-  }
-  if (why_not_layer_scale(shape) != nullptr) return std::nullopt;
-  return shape;
+  if (input.numel() == 0) return std::nullopt;
+  const LayerScaleFit fit = fit_layer_scale({.dtype = dtype_of(input),
+                                             .other_dtype = dtype_of(other),
+                                             .output_dtype = *find_dtype(type),
+                                             .dims = input.dim(),
+                                             .sizes = input.sizes().data(),
+                                             .strides = input.strides().data(),
+                                             .other_strides = other.strides().data(),
+                                             .channel = channel_dim(input, scale, op),
+                                             .scales_samples = sample_scale.defined(),
+                                             .is_backward = op == kBackward});
+  return fit.why_not == nullptr ? std::optional(fit.shape) : std::nullopt;
 }
 
 at::ScalarType promoted(const Tensor& input, const Tensor& other, const Tensor& scale,
@@ -184,24 +181,35 @@ const void* data_or_null(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
 
-Tensor forward_cuda(const Tensor& input, const Tensor& residual, const Tensor& scale,
-                    const OptionalTensor& sample_scale) {
+// The output and, if `copies`, its copy in the input's type; nullopt: the kernels do not take the
+// call.
+std::optional<TensorPair> run_forward(const Tensor& input, const Tensor& residual,
+                                      const Tensor& scale, const Tensor& samples, bool copies) {
   const CudaCall cuda(input);
-  const Tensor samples = value_or_undefined(sample_scale);
   check_call(input, residual, scale, samples, kForward, "residual");
   const auto type = promoted(input, residual, scale, samples);
   const auto shape = kernel_shape(input, residual, scale, samples, type, kForward);
-  if (!shape) return composed(input, residual, scale, samples);
+  if (!shape) return std::nullopt;
   const Tensor output = at::empty_like(input, input.options().dtype(type));
+  const Tensor copy = copies ? at::empty_like(input) : Tensor();
   const Tensor factors = in_type(scale, type), of_samples = in_type(samples, type);
   const LayerScaleAddParams params{.shape = *shape,
                                    .input = input.const_data_ptr(),
                                    .residual = residual.const_data_ptr(),
+                                   .residual_dtype = dtype_of(residual),
                                    .scale = factors.const_data_ptr(),
                                    .sample_scale = data_or_null(of_samples),
-                                   .output = output.mutable_data_ptr()};
+                                   .output = output.mutable_data_ptr(),
+                                   .copy = copies ? copy.mutable_data_ptr() : nullptr};
   launch_layer_scale_add(params, choose_layer_scale_add(params), cuda.stream);
-  return output;
+  return TensorPair(output, copy);
+}
+
+Tensor forward_cuda(const Tensor& input, const Tensor& residual, const Tensor& scale,
+                    const OptionalTensor& sample_scale) {
+  const Tensor samples = value_or_undefined(sample_scale);
+  const auto results = run_forward(input, residual, scale, samples, false);
+  return results ? std::get<0>(*results) : composed(input, residual, scale, samples);
 }
 
 TensorPair backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor& scale,
@@ -249,6 +257,14 @@ struct LayerScaleAddBackward {  // saved: input, scale, sample_scale
   }
 };
 
+template <class Node>
+void record(const Node& node, const Tensor& output, const Tensor& input, const Tensor& scale,
+            const Tensor& samples) {
+  if (!node) return;
+  for (const Tensor& tensor : {input, scale, samples}) node->save(tensor);
+  set_history(output, node);
+}
+
 Tensor forward_autograd(const Tensor& input, const Tensor& residual, const Tensor& scale,
                         const OptionalTensor& sample_scale) {
   const Tensor samples = value_or_undefined(sample_scale);
@@ -259,11 +275,33 @@ Tensor forward_autograd(const Tensor& input, const Tensor& residual, const Tenso
   auto node = make_node<LayerScaleAddBackward>({residual.scalar_type()}, input, residual, scale);
   Tensor output =
       below_autograd([&] { return call::layer_scale_add(input, residual, scale, sample_scale); });
-  if (node) {
-    for (const Tensor& tensor : {input, scale, samples}) node->save(tensor);
-    set_history(output, node);
-  }
+  record(node, output, input, scale, samples);
   return output;
+}
+
+// On every key. `copy` is the output in `dtype`, a constant: the output has all of the gradient.
+TensorPair with_copy(const Tensor& input, const Tensor& residual, const Tensor& scale,
+                     const OptionalTensor& sample_scale, at::ScalarType dtype) {
+  check_is_dtype(dtype, "layer_scale_add_with_copy: dtype");
+  TORCH_CHECK(is_floating(dtype),
+              "layer_scale_add_with_copy: dtype: expected a floating point type, got ", dtype);
+#ifdef WARPWRIGHT_WITH_CUDA
+  const Tensor samples = value_or_undefined(sample_scale);
+  const bool plain = is_plain(input) && is_plain(residual) && is_plain(scale) &&
+                     is_plain_or_none(samples) && !needs_gradient(samples);
+  if (plain && input.is_cuda() && input.scalar_type() == dtype) {
+    const auto results = below_autograd(
+        [&] { return run_forward(input, residual, scale, samples, /*copies=*/true); });
+    if (results) {
+      auto node =
+          make_node<LayerScaleAddBackward>({residual.scalar_type()}, input, residual, scale);
+      record(node, std::get<0>(*results), input, scale, samples);
+      return *results;
+    }
+  }
+#endif
+  const Tensor output = call::layer_scale_add(input, residual, scale, sample_scale);
+  return {output, output.detach().to(dtype)};
 }
 
 TensorPair backward_autograd(const Tensor& grad_output, const Tensor& input, const Tensor& scale,
@@ -287,6 +325,10 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "-> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
+      "layer_scale_add_with_copy(Tensor input, Tensor residual, Tensor scale, "
+      "Tensor? sample_scale, ScalarType dtype) -> (Tensor output, Tensor copy)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
       "layer_scale_add_backward(Tensor grad_output, Tensor input, Tensor scale, "
       "Tensor? sample_scale, bool[2] output_mask) -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
@@ -303,6 +345,10 @@ TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
   m.impl("layer_scale_add_backward", backward_cuda);
 }
 #endif
+
+TORCH_LIBRARY_IMPL(warpwright, CompositeImplicitAutograd, m) {
+  m.impl("layer_scale_add_with_copy", with_copy);
+}
 
 TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("layer_scale_add", composed_forward_kernel);

@@ -144,6 +144,7 @@ COMPOSED = (
     "linear_cross_entropy_extras",
     "mlp",
     "norm_with_residual",
+    "layer_scale_add_with_copy",
     "cast_with_residual",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_extras",

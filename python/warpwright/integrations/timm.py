@@ -19,6 +19,7 @@ from .._ops import ops
 from .._running_statistics import RunningStatistics
 from ..swap.blocks import is_hooked
 from ..swap.functions import mean_along
+from ..swap.norms import IMAGE_NORMS
 from ..swap.registry import Known, register_code
 from ..swap.residual import (
     LAYER_NORM,
@@ -88,6 +89,7 @@ register_code(
     Known("layer_norm", _layer_norm_2d, lambda: _norm_example(2, 16, 3, 4)), "357bd359005770b5"
 )  # LayerNorm2d, 0.9
 NORMS[_layer_norm] = LAYER_NORM
+IMAGE_NORMS.add(_layer_norm_2d)
 
 
 # Batch norm with the activation after it, in timm's convolutional models.

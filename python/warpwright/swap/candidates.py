@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from .. import nn as ours
 from .blocks import base_of
 from .patterns import CONVOLUTIONS, KINDS, NAMES, PATTERNS
 
@@ -17,7 +16,7 @@ ATTENTION = ("unbind", "scaled_dot_product_attention", "softmax", "matmul")
 UPSAMPLING = (nn.ConvTranspose2d, ours.ConvTranspose2d)
 # Functions that a forward calls, and the method that may be a pool (`functions`).
 FUNCTIONS = ("scaled_dot_product_attention", "adaptive_avg_pool2d", "mean")
-NORMS = (nn.LayerNorm, nn.RMSNorm, ours.LayerNorm, ours.RMSNorm)
+NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -35,10 +34,10 @@ def may_be_rewritten(module: nn.Module) -> bool:
     apart after a permutation."""
     if not has_own_forward(module):
         return False
+    if any(isinstance(m, NORMS) for m in _called_by(module)):
+        return True
     if any(type(m) in CONVOLUTIONS for m in _called_by(module)):
         return not isinstance(module, nn.Sequential)
-    if any(type(m) in NORMS for m in _called_by(module)):
-        return True
     if any(p is not None for p in module._parameters.values()) and [*module.children()]:
         return True
     names = _names_in(type(module))

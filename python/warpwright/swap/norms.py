@@ -19,10 +19,12 @@ from .. import nn as ours
 from .blocks import base_of
 from .fuse import Block
 from .readers import Kind, products_that_read
-from .residual import ADDS, CASTS, LAYER_NORM, NARROW, RMS_NORM, dtype_of_products
+from .residual import ADDS, CASTS, LAYER_NORM, NARROW, NORMS, RMS_NORM, dtype_of_products
 from .steps import is_addition, is_in_place
 
-NORMS = (ours.LayerNorm, ours.RMSNorm)
+KINDS = (ours.LayerNorm, ours.RMSNorm)
+# Forwards of swapped layers that normalise the channels of images (N, C, H, W). Integrations add them.
+IMAGE_NORMS: set[Any] = set()
 
 
 # ---- what generated forwards call ----
@@ -45,6 +47,14 @@ def norm_for_products(layer: Any, x: Tensor) -> Tensor:
         return layer(x)  # type: ignore[no-any-return]
     norm = LAYER_NORM if isinstance(layer, nn.LayerNorm) else RMS_NORM
     return norm.alone(layer, x, dtype)
+
+
+def image_norm_for_products(layer: Any, x: Tensor) -> Tensor:
+    """The same for a norm of the channels of images."""
+    dtype = dtype_of_products(x, narrow=True)
+    if dtype is None or not _has_float32_vectors(layer):
+        return layer(x)  # type: ignore[no-any-return]
+    return LAYER_NORM.alone(layer, x.permute(0, 2, 3, 1), dtype).permute(0, 3, 1, 2)
 
 
 def norm_and_rows(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,13 +109,28 @@ class NormPass:
     def _is_norm(self, node: fx.Node) -> bool:
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
             return False
-        return self.kind_of(self._layer(node)) in NORMS and isinstance(node.args[0], fx.Node)
+        layer = self._layer(node)
+        is_fast = getattr(layer, "_fast_norm", False)  # timm's: it computes in autocast's dtype
+        is_known = (
+            self.kind_of(layer) in KINDS or self._is_of_rows(layer) or self._is_of_images(layer)
+        )
+        return is_known and not is_fast and isinstance(node.args[0], fx.Node)
+
+    def _is_of_rows(self, layer: nn.Module) -> bool:
+        """Whether the registry knows it as a layer norm."""
+        return (
+            isinstance(layer, nn.LayerNorm) and NORMS.get(self.kind_of(layer).forward) is LAYER_NORM
+        )
+
+    def _is_of_images(self, layer: nn.Module) -> bool:
+        return self.kind_of(layer).forward in IMAGE_NORMS
 
     def _change(self, node: fx.Node) -> None:
         layer, source = self._layer(node), node.args[0]
         assert isinstance(source, fx.Node)
         readers = self._products_of(node)
-        addition = source if self._is_addition(source, node) else None
+        of_images = self._is_of_images(layer)
+        addition = source if not of_images and self._is_addition(source, node) else None
         if readers is None and addition is None:
             return
         path = str(node.target)
@@ -116,7 +141,7 @@ class NormPass:
                 total = self.graph.call_function(operator.getitem, (pair, 0))
                 changed = self.graph.call_function(operator.getitem, (pair, 1))
             addition.replace_all_uses_with(total)
-        elif later := self._later_readers(source, node):
+        elif not of_images and (later := self._later_readers(source, node)):
             with self.graph.inserting_before(node):
                 arguments = (self.graph.get_attr(path), source)
                 pair = self.graph.call_function(norm_and_rows, arguments)
@@ -127,7 +152,8 @@ class NormPass:
         else:
             with self.graph.inserting_before(node):
                 arguments = (self.graph.get_attr(path), source)
-                changed = self.graph.call_function(norm_for_products, arguments)
+                norm = image_norm_for_products if of_images else norm_for_products
+                changed = self.graph.call_function(norm, arguments)
         node.replace_all_uses_with(changed)
         self.graph.erase_node(node)
         if addition is not None:

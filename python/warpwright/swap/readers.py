@@ -1,7 +1,7 @@
 """Which layers read a module's input, by the code of its forward.
 
-Under autocast a matrix product casts its input. If products are all that reads a tensor, it may
-have autocast's dtype from the start.
+Under autocast a matrix product or a convolution casts its input. If these are all that reads a
+tensor, it may have autocast's dtype from the start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def native_of(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def products_that_read(module: nn.Module, kind_of: Kind) -> tuple[Path, ...] | None:
-    """Paths in ``module`` of the layers that read its first argument, if all are matrix products.
+    """Paths in ``module`` of the layers that read its first argument, if all are products.
+
+    A convolution is one, too.
 
     Args:
         kind_of: the class that a layer has, or will have after the swap.
@@ -42,7 +44,7 @@ def products_that_read(module: nn.Module, kind_of: Kind) -> tuple[Path, ...] | N
     kind = native_of(kind_of(module))
     if kind is nn.MultiheadAttention:
         return ((),) if kind_of(module) is not kind else None
-    if MODULES.get(kind, (None, ""))[1] == "linear":
+    if MODULES.get(kind, (None, ""))[1] in ("linear", "conv2d"):
         return ((),)
     if kind.forward is nn.Sequential.forward:
         first = next(iter(module._modules.items()), None)

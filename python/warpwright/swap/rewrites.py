@@ -3,6 +3,7 @@ concatenations."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
@@ -15,7 +16,7 @@ from .fuse import Fusion, Plan
 from .joins import JoinPass
 from .norms import NormPass
 from .residual import block_of
-from .scales import ScalePass
+from .scales import ScalePass, begins_with_a_cast
 from .trace import NotTraceable
 from .views import INTO, ViewPass
 
@@ -40,7 +41,15 @@ def plan_rewrites(
     def kind_of(layer: nn.Module) -> type[nn.Module]:
         return found.classes.get(layer) or chosen.get(layer, type(layer))
 
-    # Inner modules first: an outer one depends on the classes that they get.
+    followers = _followers(model)
+
+    def copies(module: nn.Module) -> bool:
+        after = followers.get(module, [])
+        graphs = [[graph for _, graph in found.graphs.get(m, [])] for m in after]
+        return bool(after) and all(any(map(begins_with_a_cast, of_one)) for of_one in graphs)
+
+    # Inner modules first: an outer one depends on the classes that they get. Later ones first: what
+    # a block writes depends on the block after it.
     for module, blocks in reversed([*found.blocks.items()]):
         name = names[module]
         if block_of(type(module)) is not None or why_left(module, name):
@@ -51,7 +60,7 @@ def plan_rewrites(
         views = [ViewPass(block) for block in blocks]
         joins = [JoinPass(block, kind_of) for block in blocks]
         calls = [FunctionPass(block, ops) for block in blocks]
-        scaled = [ScalePass(block, kind_of) for block in blocks]
+        scaled = [ScalePass(block, kind_of, copies(module)) for block in blocks]
         joined = [CatPass(block, kind_of) for block in blocks]
         passes = zip(norms, views, joins, calls, scaled, joined, strict=True)
         changed = [sum(p.run() for p in of_block) > 0 for of_block in passes]  # all run
@@ -80,3 +89,13 @@ def plan_rewrites(
         if any(scale.count for scale in scaled):
             found.fusions.append(Fusion(name, scales.CHAIN, scales.INTO, ""))
     return notes
+
+
+def _followers(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """What reads the output of a module in an ``nn.Sequential``, wherever it stands."""
+    found: dict[nn.Module, list[nn.Module]] = {}
+    for module in model.modules():
+        if type(module).forward is nn.Sequential.forward:
+            for first, second in itertools.pairwise(module.children()):
+                found.setdefault(first, []).append(second)
+    return found

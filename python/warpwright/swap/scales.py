@@ -5,7 +5,9 @@ samples (stochastic depth). The forward moves each tensor once, and one pass of 
 the gradients of the branch and of ``scale``. ``drop`` draws its factors from the same random numbers.
 
 Under autocast a float32 ``x`` is cast for the product or convolution that ``f`` begins with. The cast
-and the shortcut then belong to one node, whose kernel adds their gradients.
+and the shortcut then belong to one node, whose kernel adds their gradients. If such a block follows
+another in an ``nn.Sequential``, the first one also writes its output in 16 bits, and the cast reads
+nothing. The copy is a constant next to the output: all of the gradient passes through the output.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ SAMPLE_SCALES = {
 }
 # Layers that return ``x * gamma``, and the attribute that would make them write into x.
 LAYER_SCALES = {("timm.layers.layer_scale", "LayerScale"): "inplace"}
+# The attribute of a block's output that holds its copy in 16 bits, and the output's version then.
+COPY = "_warpwright_copy"
 PRODUCTS = (operator.mul, torch.mul)
 RESHAPES = ("reshape", "view")
 
@@ -58,9 +62,12 @@ def _sample_scale(drop: Any, input: Tensor, dtype: torch.dtype) -> Tensor | None
 
 
 def scale_and_add(
-    scale: Tensor, input: Tensor, residual: Tensor, drop: Any, in_place: bool
+    scale: Tensor, input: Tensor, residual: Tensor, drop: Any, in_place: bool, copies: bool = False
 ) -> Tensor:
-    """``drop(scale * input) + residual``; ``in_place``: the sum has the dtype of the product."""
+    """``drop(scale * input) + residual``; ``in_place``: the sum has the dtype of the product.
+
+    ``copies``: the next reader is :func:`cast_and_shortcut`.
+    """
     tensors = (scale, input, residual)
     if all(type(t) in PLAIN or type(t) is nn.Parameter for t in tensors):
         dtype = torch.promote_types(input.dtype, scale.dtype)
@@ -68,11 +75,30 @@ def scale_and_add(
         keeps = not in_place or torch.promote_types(dtype, residual.dtype) == dtype
         per_channel = sum(size != 1 for size in scale.shape) == 1 and scale.dim() <= input.dim()
         if fits and keeps and per_channel and not torch.compiler.is_compiling():
-            return F.layer_scale_add(input, residual, scale, _sample_scale(drop, input, dtype))
+            arguments = (input, residual, scale, _sample_scale(drop, input, dtype))
+            is_wide = torch.promote_types(dtype, residual.dtype) == torch.float32
+            narrow = dtype_of_products(residual, narrow=True) if copies and is_wide else None
+            return F.layer_scale_add(*arguments) if narrow is None else _copied(arguments, narrow)
     scaled = scale * input
     if drop is not None:
         scaled = drop(scaled)
     return scaled.add_(residual) if in_place else scaled + residual
+
+
+def _copied(arguments: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+    """``layer_scale_add`` with its copy as an attribute, if a gradient will need both readers."""
+    if not any(t is not None and t.requires_grad for t in arguments) or not torch.is_grad_enabled():
+        return F.layer_scale_add(*arguments)
+    total: Tensor
+    total, copy = ops.layer_scale_add_with_copy(*arguments, dtype)
+    vars(total)[COPY] = copy, total._version
+    return total
+
+
+def _copy_of(x: Tensor) -> Tensor | None:
+    """The copy that the block before has left, if ``x`` has not changed since."""
+    copy, version = vars(x).pop(COPY, (None, None))
+    return copy if x._version == version else None
 
 
 def cast_and_shortcut(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,15 +106,25 @@ def cast_and_shortcut(x: Tensor) -> tuple[Tensor, Tensor]:
     dtype = dtype_of_products(x)
     if dtype is None or torch.compiler.is_compiling() or not x.requires_grad:
         return x, x
-    shortcut, cast = ops.cast_with_residual(x, dtype)
+    shortcut, cast = ops.cast_with_residual(x, dtype, _copy_of(x))
     return cast, shortcut
 
 
-class ScalePass:
-    """Joins such chains in one graph; ``count`` of them. ``absorbed``: the layers that they had."""
+def begins_with_a_cast(graph: fx.Graph) -> bool:
+    """Whether its first input has a cast and a shortcut as readers."""
+    first = next(iter(graph.nodes), None)
+    return first is not None and any(node.target is cast_and_shortcut for node in first.users)
 
-    def __init__(self, block: Block, kind_of: Kind) -> None:
+
+class ScalePass:
+    """Joins such chains in one graph; ``count`` of them. ``absorbed``: the layers that they had.
+
+    ``copies``: whether all that follows the block begins with :func:`cast_and_shortcut`.
+    """
+
+    def __init__(self, block: Block, kind_of: Kind, copies: bool) -> None:
         self.block, self.graph, self.kind_of, self.count = block, block.graph, kind_of, 0
+        self.copies = copies
         self.absorbed: list[nn.Module] = []
 
     def run(self) -> bool:
@@ -125,6 +161,8 @@ class ScalePass:
                 arguments = (scale, input, residual, layer, in_place)
                 joined = self.graph.call_function(scale_and_add, arguments)
             addition.replace_all_uses_with(joined)
+            if self.copies and all(node.op == "output" for node in joined.users):
+                joined.args = (*arguments, True)
             for node in dict.fromkeys((addition, branch, product)):
                 self.graph.erase_node(node)
                 if node.op == "call_module":
