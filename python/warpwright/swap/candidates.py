@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from .. import nn as ours
 from .blocks import base_of
 from .patterns import CONVOLUTIONS, KINDS, NAMES, PATTERNS
 
