@@ -163,12 +163,22 @@ def test_stage_agrees_with_native(make, train, autocast, device, taken):
     model = stage(make).to(device).train(train)
     native, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     swap(model, fuse=True)
-    x = images(device)
-    mine = results(model, x, autocast)
-    assert taken == ([] if autocast is None else [False, True, True])
-    for m, t, e in zip(mine, results(native, x, autocast), results(exact, x.double()), strict=True):
-        assert (m.dtype, m.shape) == (t.dtype, t.shape)
-        assert_as_good_as_native(m, t, e, factor=3)  # three blocks: their errors add up
+    sums = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = images(device)
+        taken.clear()
+        mine, theirs = results(model, x, autocast), results(native, x, autocast)
+        assert taken == ([] if autocast is None else [False, True, True])
+        exact_results = results(exact, x.double())
+        norms = []
+        for m, t, e in zip(mine, theirs, exact_results, strict=True):
+            assert (m.dtype, m.shape) == (t.dtype, t.shape)
+            norms.append([torch.linalg.vector_norm(v.double() - e).item() for v in (m, t)])
+        sums.append(torch.tensor(norms))
+    # The largest error of three blocks is chance; the mean error over some inputs is not.
+    for ours, native_error in sum(sums).tolist():
+        assert ours <= 1.5 * native_error + 1e-6
 
 
 def test_only_what_is_read_is_copied(device):
