@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conv_norms import CHANNELS_LAST, plan_line
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
@@ -21,7 +22,6 @@ FORMS = (
     "conv2d_batch_norm_hardswish",
 )
 every_form = pytest.mark.parametrize("form", FORMS)
-CHANNELS_LAST = torch.channels_last
 
 
 def operands(device, dtype, n=3, c=4, k=5, side=7, window=3, add=False):
@@ -195,11 +195,8 @@ def test_errors_of_the_operator(device, change, message):
 # ---- the choice ----
 
 
-def statistics_line(n, c, k, window, stride, side, dtype=torch.bfloat16, layout=CHANNELS_LAST):
-    x = torch.empty(n, c, side, side, dtype=dtype, device="meta").to(memory_format=layout)
-    w = torch.empty(k, c, window, window, dtype=dtype, device="meta").to(memory_format=layout)
-    text = explain("conv2d_batch_norm", x, w, None, stride, window // 2, device="h200")
-    return next(line for line in text.splitlines() if "statistics" in line)
+def statistics_line(n, c, k, window, stride, side, *rest):
+    return plan_line("statistics", n, c, k, side, window, stride, *rest)
 
 
 def test_the_convolutions_of_resnet50_take_the_statistics():
