@@ -171,6 +171,7 @@ def test_layers_of_layers():
     assert [f[1:] for f in fused(report)] == [
         ("inner.bn → act", "BatchNormReLU2d"),
         ("blocks.0 → blocks.1", "LinearReLU"),
+        ("mean", "adaptive_avg_pool2d"),
     ]
     torch.testing.assert_close(model(x), expected)
 

@@ -138,6 +138,9 @@ def record_norms_and_pools(leaf, device):
     F.relu_max_pool2d(x.view(1, 1, 3, 4), 2)
     double_backward(F.relu_max_pool2d, (leaf, 2), {})
     double_backward(F.adaptive_avg_pool2d, (leaf, 1), {})
+    upsampling = torch.randn(3, 2, 2, 2, device=device, requires_grad=True)
+    skip = torch.randn(4, 2, 10, 14, device=device, requires_grad=True)
+    double_backward(F.conv_transpose2d_cat, (skip, leaf, upsampling, None, 2), {})
     for training in (True, False):
         args = (mean, var, None, None, training)
         double_backward(F.batch_norm_relu, (leaf, *args), {})

@@ -46,7 +46,7 @@ def products_that_read(module: nn.Module, kind_of: Kind) -> tuple[Path, ...] | N
         return ((),) if kind_of(module) is not kind else None
     if MODULES.get(kind, (None, ""))[1] in ("linear", "conv2d"):
         return ((),)
-    if kind.forward is nn.Sequential.forward:
+    if issubclass(kind, nn.Sequential) and kind.forward is nn.Sequential.forward:
         first = next(iter(module._modules.items()), None)
         if first is None or first[1] is None:
             return None

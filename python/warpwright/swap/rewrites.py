@@ -95,7 +95,8 @@ def _followers(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """What reads the output of a module in an ``nn.Sequential``, wherever it stands."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():
-        if type(module).forward is nn.Sequential.forward:
+        # The class of a scripted module has no forward to ask for.
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             for first, second in itertools.pairwise(module.children()):
                 found.setdefault(first, []).append(second)
     return found
