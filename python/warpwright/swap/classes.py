@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import nn
 
 from .. import _catalog
@@ -74,3 +76,8 @@ def type_name(module: nn.Module) -> str:
 def name_of(kind: type) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
     return f"nn.{kind.__name__}" if name.startswith("torch.nn.modules.") else name
+
+
+def forward_of(kind: type[nn.Module]) -> Any:
+    """The forward of a class of modules; None of a scripted one, which raises if it is asked."""
+    return None if issubclass(kind, torch.jit.ScriptModule) else kind.forward

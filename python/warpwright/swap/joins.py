@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from .. import nn as ours
 from .._ops import ops
+from .classes import forward_of
 from .fuse import Block
 from .patterns import MAKES_NEW
 from .readers import Kind
@@ -130,7 +131,7 @@ def _followers(node: fx.Node) -> set[fx.Node]:
 
 def _forward_of(kind: type[nn.Module]) -> Any:
     """The function below what ``functools.wraps`` put around it."""
-    forward = kind.forward
+    forward = forward_of(kind)
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     return forward

@@ -17,6 +17,7 @@ from torch.nn import functional as native
 
 from .. import nn as ours
 from .blocks import base_of
+from .classes import forward_of
 from .fuse import Block
 from .readers import Kind, products_that_read
 from .residual import ADDS, CASTS, LAYER_NORM, NARROW, NORMS, RMS_NORM, dtype_of_products
@@ -119,11 +120,12 @@ class NormPass:
     def _is_of_rows(self, layer: nn.Module) -> bool:
         """Whether the registry knows it as a layer norm."""
         return (
-            isinstance(layer, nn.LayerNorm) and NORMS.get(self.kind_of(layer).forward) is LAYER_NORM
+            isinstance(layer, nn.LayerNorm)
+            and NORMS.get(forward_of(self.kind_of(layer))) is LAYER_NORM
         )
 
     def _is_of_images(self, layer: nn.Module) -> bool:
-        return self.kind_of(layer).forward in IMAGE_NORMS
+        return forward_of(self.kind_of(layer)) in IMAGE_NORMS
 
     def _change(self, node: fx.Node) -> None:
         layer, source = self._layer(node), node.args[0]

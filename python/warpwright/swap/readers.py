@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from .blocks import Path, base_of, copied_class
-from .classes import MODULES, NATIVE_LAYERS
+from .classes import MODULES, NATIVE_LAYERS, forward_of
 from .trace import undecorated
 
 # What a forward may ask of its input besides: none of it depends on the dtype.
@@ -46,7 +46,7 @@ def products_that_read(module: nn.Module, kind_of: Kind) -> tuple[Path, ...] | N
         return ((),) if kind_of(module) is not kind else None
     if MODULES.get(kind, (None, ""))[1] in ("linear", "conv2d"):
         return ((),)
-    if issubclass(kind, nn.Sequential) and kind.forward is nn.Sequential.forward:
+    if forward_of(kind) is nn.Sequential.forward:
         first = next(iter(module._modules.items()), None)
         if first is None or first[1] is None:
             return None

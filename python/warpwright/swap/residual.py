@@ -34,6 +34,7 @@ from .blocks import (
     is_hooked,
     why_no_block,
 )
+from .classes import forward_of
 from .forms import binder
 from .readers import Kind, native_of, products_that_read
 from .sources import fingerprint_of
@@ -206,7 +207,7 @@ def _find(module: nn.Module, base: type[nn.Module], kind_of: Kind) -> _Found | N
         norm, reads = module._modules.get(name), module._modules.get(reader)
         if norm is None or reads is None or getattr(norm, "_fast_norm", False):
             return None
-        known = NORMS.get(kind_of(norm).forward)
+        known = NORMS.get(forward_of(kind_of(norm)))
         if known is None:
             return None
         products = products_that_read(reads, kind_of)

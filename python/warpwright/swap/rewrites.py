@@ -11,6 +11,7 @@ from torch import nn
 from . import cats, scales
 from .blocks import block_class
 from .cats import CatPass
+from .classes import forward_of
 from .functions import FunctionPass
 from .fuse import Fusion, Plan
 from .joins import JoinPass
@@ -95,8 +96,7 @@ def _followers(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """What reads the output of a module in an ``nn.Sequential``, wherever it stands."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():
-        # The class of a scripted module has no forward to ask for.
-        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        if forward_of(type(module)) is nn.Sequential.forward:
             for first, second in itertools.pairwise(module.children()):
                 found.setdefault(first, []).append(second)
     return found
