@@ -357,6 +357,10 @@ def rotated_by_differentiated_tables(x):
         (lambda x: F.cumprod(x, 0, dtype=torch.int32), torch.float32),
         (lambda x: F.softmax(x, 0, dtype=torch.float64), torch.float32),
         (lambda x: F.log_softmax(x, 0, dtype=torch.float32), torch.int64),
+        (
+            lambda x: F.rms_norm(x, (4,), torch.ones(4, dtype=torch.bfloat16, device=x.device)),
+            torch.complex64,
+        ),
         (rotated_by_differentiated_tables, torch.float32),
     ],
 )

@@ -89,6 +89,9 @@ def rms_norm(
         return ops.rms_norm(input, shape, weight, eps, dtype)[0]
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) and getattr(input, "is_complex", bool)():
+            if not torch.compiler.is_compiling():  # native's formula would read freed memory
+                _arguments.require_storage("rms_norm", "input", input)
+                _arguments.require_storage("rms_norm", "weight", weight)
             return NATIVE_OPERATORS["rms_norm"](input, normalized_shape, weight, eps, dtype)[0]
         optional = {"weight": weight}
         raise _arguments.error(error, "rms_norm", {"input": input}, optional) from None
