@@ -362,6 +362,7 @@ def rotated_by_differentiated_tables(x):
             torch.complex64,
         ),
         (rotated_by_differentiated_tables, torch.float32),
+        (lambda x: F.adaptive_avg_pool2d(x[None], (1, 2)), torch.float32),
     ],
 )
 @pytest.mark.parametrize("bytes_left", [0, 8])

@@ -138,6 +138,8 @@ def adaptive_avg_pool2d(
         TypeError: an argument of another type.
     """
     if not is_global_pool(input, output_size) or dynamo() or exporting():
+        if not torch.compiler.is_compiling():  # native would read freed memory
+            _arguments.require_storage("adaptive_avg_pool2d", "input", input)
         return torch.nn.functional.adaptive_avg_pool2d(input, output_size)
     try:
         return ops.global_avg_pool2d(input)
