@@ -362,7 +362,6 @@ def rotated_by_differentiated_tables(x):
             torch.complex64,
         ),
         (rotated_by_differentiated_tables, torch.float32),
-        (lambda x: F.adaptive_avg_pool2d(x[None], (1, 2)), torch.float32),
     ],
 )
 @pytest.mark.parametrize("bytes_left", [0, 8])
@@ -372,6 +371,15 @@ def test_freed_storage_of_what_native_computes(device, function, dtype, bytes_le
     x.untyped_storage().resize_(bytes_left)
     with pytest.raises(RuntimeError, match="data is not allocated"):
         function(x)
+
+
+@pytest.mark.parametrize("output_size", [(1, 2), 1])
+def test_freed_storage_of_a_pools_input(device, output_size):
+    """Native's pool takes the sizes other than 1."""
+    x = torch.ones(2, 3, 5, 6, device=device)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="data is not allocated"):
+        F.adaptive_avg_pool2d(x, output_size)
 
 
 @pytest.mark.parametrize("name", public_calls("cpu", 0))
