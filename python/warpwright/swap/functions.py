@@ -19,7 +19,7 @@ from .fuse import Block
 
 ATTENTION = "scaled_dot_product_attention"
 POOL = "adaptive_avg_pool2d"
-# A chain's name in reports -> what it became.
+# The name of a chain in reports, and the op that replaces it.
 INTO = {f"F.{ATTENTION}": "attention", f"F.{POOL}": POOL, "mean": POOL}
 
 

@@ -2,14 +2,13 @@
 // boxes of 64 channels, and the convolution's input once per tile. The weight stays in shared
 // memory. Two warpgroups, per box:
 //   1. Each turns its 64 rows into dz, in dy's place. A barrier: dz is whole.
-//   2. Each multiplies its rows of dz by the weight: dx (64 pixels, 64 channels), summed over
-//   boxes.
+//   2. Each multiplies its rows of dz by the weight, and adds to dx (64 pixels, 64 channels).
 //   3. The warpgroup that owns the box multiplies dz^T by the input: 64 rows of dw, summed over all
 //      tiles of the CTA.
 // The products of a box run while the next box is turned into dz.
 //
-// Bound: the bytes (2E + 2e). Per tile of K = 256 and C = 64: 160 KB, 8,700 cycles of an SM's share
-// at 4.25 TB/s; shared memory 4,700, tensor cores 2,000.
+// Bound: the bytes (2E + 2e). Counted per tile of K = 256 and C = 64: 160 KB take 8,700 cycles of
+// an SM's share of 4.25 TB/s. Shared memory takes 4,700 cycles, the tensor cores 2,000.
 #pragma once
 
 #include "device/sm90/arch.cuh"
@@ -18,7 +17,6 @@
 #include "ops/batch_norm/cuda/sums.cuh"
 #include "ops/conv2d_batch_norm/narrow_backward.h"
 #include "tile/epilogue_sm90.cuh"
-#include "tile/loaded_stage_sm90.cuh"
 #include "tile/stage_ring_sm90.cuh"
 
 namespace warpwright {
@@ -111,7 +109,8 @@ __device__ __forceinline__ void fill_coefficients(NarrowCoefficients& to,
   }
 }
 
-// The pixels of a CTA's i-th tile: from the last tile on, because L2 holds what was written last.
+// The first pixel of the CTA's i-th tile. The order is from the last tile to the first, because L2
+// still holds the pixels that the kernel before wrote last.
 __device__ __forceinline__ int first_pixel(const NarrowKernelParams& p, int i) {
   const int tile = p.tiles - 1 - static_cast<int>(blockIdx.x) - i * static_cast<int>(gridDim.x);
   return tile * kNarrowRows;
@@ -325,8 +324,8 @@ struct NarrowSums {
   }
 };
 
-// One of the two warpgroups: all tiles of the CTA. The loop over boxes is not unrolled: with a copy
-// of dz's code per box the warpgroups waited for instructions.
+// One of the two warpgroups computes its share of all tiles of the CTA. The loop over boxes is not
+// unrolled: a copy of dz's code per box and warpgroup would be 150 KB.
 template <class T, bool kGated>
 __device__ __forceinline__ void multiply_narrow(const NarrowMemory& memory, int warpgroup,
                                                 const NarrowCoefficients& coefficients,

@@ -94,7 +94,7 @@ struct Conv2dBatchNormBackward {
                              .needs_norm_bias = needs[5]});
   }
 
-  // The sums that the node behind this one has left with the gradient; undefined: none.
+  // Returns the sums that the next block's node left for this gradient, or an undefined tensor.
   static Tensor take_sums(const Attributes& a, const Tensor& gradient) {
     if (!a.gate) return Tensor();
     if (!torch::autograd::get_current_graph_task_keep_graph()) a.gate->release();

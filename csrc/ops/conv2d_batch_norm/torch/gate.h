@@ -27,6 +27,7 @@ class NormGate {
   struct Values {
     Tensor convolved, mean, mask;
   };
+
   explicit NormGate(Values values) : values_(std::move(values)) {}
 
   std::optional<Values> values() const {

@@ -39,9 +39,9 @@ struct DepthToSpaceOutput : OutputSm90 {
   }
 };
 
-// Stores D as PhaseEpilogue does (ops/conv2d/cuda/sm90/epilogues.cuh): stmatrix writes 64 columns
-// at a time to a swizzled buffer, of which each warp owns 16 rows, and stores 128 bytes of a row
-// from there. C is a multiple of 8, so 8 columns are of one tap.
+// Stores D as PhaseEpilogue does (ops/conv2d/cuda/sm90/epilogues.cuh). stmatrix writes 64 columns
+// at a time to a swizzled buffer. Each warp owns 16 rows of the buffer. Eight lanes store 128 bytes
+// of a row from there. C is a multiple of 8, so a lane's 8 columns belong to one tap.
 template <class T>
 struct DepthToSpaceEpilogue : EpilogueSm90<T, /*kBuffers=*/1> {
   using Output = DepthToSpaceOutput;
