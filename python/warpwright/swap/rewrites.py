@@ -62,8 +62,8 @@ def plan_rewrites(
         joins = [JoinPass(block, kind_of) for block in blocks]
         calls = [FunctionPass(block, ops) for block in blocks]
         scaled = [ScalePass(block, kind_of, copies(module)) for block in blocks]
-        joined = [CatPass(block, kind_of) for block in blocks]
-        passes = zip(norms, views, joins, calls, scaled, joined, strict=True)
+        concatenated = [CatPass(block, kind_of) for block in blocks]
+        passes = zip(norms, views, joins, calls, scaled, concatenated, strict=True)
         changed = [sum(p.run() for p in of_block) > 0 for of_block in passes]  # all run
         if True not in changed:
             continue
@@ -81,7 +81,7 @@ def plan_rewrites(
             notes.update(join.notes)
         chains = dict.fromkeys(chain for b in views for chain in b.chains)
         found.fusions += [Fusion(name, chain, INTO, "") for chain in chains]
-        chains = dict.fromkeys(chain for b in joined for chain in b.chains)
+        chains = dict.fromkeys(chain for b in concatenated for chain in b.chains)
         found.fusions += [Fusion(name, chain, cats.INTO, "") for chain in chains]
         called = {chain: into for call in calls for chain, into in call.chains.items()}
         found.fusions += [Fusion(name, chain, into, "") for chain, into in called.items()]
