@@ -76,6 +76,14 @@ using EpilogueOf = std::conditional_t<
     Tile::kMnMajorTf32, TransposedEpilogue<Tile::kBlocks>,
     EpilogueSm90<typename Tile::Element, Tile::kStoreBuffers, Tile::kTight, kRolls<Tile, Loading>>>;
 
+// Whether the Store is one that may take EpilogueSm90::store_boxes(). Tight tiles have no registers
+// for it.
+template <class Store>
+constexpr bool kHasShortEpilogue = false;
+template <class T, int kBuffers, bool kRolled>
+constexpr bool kHasShortEpilogue<EpilogueSm90<T, kBuffers, /*kTight=*/false, kRolled>> =
+    sizeof(T) == 2;
+
 template <class Tile, class Loading>
 constexpr int gemm_sm90_threads() {
   return 128 * (Loading::kWarpgroups + Tile::kConsumers);
@@ -163,6 +171,8 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
       if constexpr (requires { store.begin(); }) store.begin();
       typename Loop::Cursor cursor;
       typename Loop::Accumulator d;
+      bool rounds_tiles = false;
+      if constexpr (kHasShortEpilogue<Store>) rounds_tiles = p.output.only_rounds;
       // Ping-pong: the mainloops take turns; consumer 0 has the first.
       int turn = 0;
       if (Tile::kPingPong && consumer == 1) named_barrier_arrive(kTurnBarrier, 256);
@@ -210,6 +220,10 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
         if constexpr (Tile::kMnMajorTf32) {
           store.store(d, bias, p.output, at.split, first_n<Tile>(at, cluster),
                       first_col<Tile>(at, cluster, first_row));
+        } else if (rounds_tiles) {
+          if constexpr (kHasShortEpilogue<Store>) {
+            store.store_boxes(d, p.output, first_m<Tile>(at) + first_row, col);
+          }
         } else {
           for_blocks<kRolls<Tile, Loading>>(d, [&](auto& values, int i) {
             store.store(values, bias, p.output, at.split, first_m<Tile>(at) + first_row + i * 64,

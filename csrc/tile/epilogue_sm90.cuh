@@ -1,10 +1,10 @@
 // From a warpgroup's accumulators to memory. A 16-bit D passes through bias, activation, one
-// rounding, stmatrix into a swizzled 64 x 64 buffer, and a TMA store. Two buffers alternate, or one
-// is for D and one for the pre-activation. If TMA cannot address D (rows that are not multiples of
-// 16 bytes), element stores read the same buffers.
-// A fp32 D and split-K parts leave the registers directly: four neighbouring lanes fill a 32-byte
-// sector; in a transposed D eight lanes do. The product may be added to D. Bound: in ping-pong, the
-// other warpgroup's mainloop, 8000 cycles at k = 1024.
+// rounding, stmatrix into a swizzled 64 x 64 buffer, and a TMA store. The buffers take turns. With
+// a pre-activation each second one is for that. If TMA cannot address D (rows that are not
+// multiples of 16 bytes), element stores read the same buffers. A fp32 D and split-K parts leave
+// the registers directly: four neighbouring lanes fill a 32-byte sector; in a transposed D eight
+// lanes do. The product may be added to D. Bound: in ping-pong, the other warpgroup's mainloop,
+// 8000 cycles at k = 1024.
 #pragma once
 
 #include <cstdint>
@@ -34,9 +34,10 @@ struct OutputSm90 {
   int64_t pitch;  // elements from a row to the next
   int m;
   int n;
-  bool fp32;        // D is fp32, even if the operands have 16 bits
-  bool accumulate;  // D += the product
-  bool transposed;  // D, or each part, is (n, m), row-major; fp32 from 16-bit operands alone
+  bool fp32;         // D is fp32, even if the operands have 16 bits
+  bool accumulate;   // D += the product
+  bool transposed;   // D, or each part, is (n, m), row-major; fp32 from 16-bit operands alone
+  bool only_rounds;  // D is the rounded product, stored by TMA: store_boxes()
 
   __device__ __forceinline__ void prefetch() const {
     if (use_tma) prefetch_tensor_map(&map);
@@ -72,7 +73,7 @@ __device__ __forceinline__ void widen_words(float (&values)[8], const uint32_t (
   }
 }
 
-// kBuffers: 1 or 2. A pre-activation needs 2. kTight: few registers are left next to the
+// kBuffers: 1, 2 or 4. A pre-activation needs 2. kTight: few registers are left next to the
 // accumulators, so the bias is read per chunk. kRolled: for_chunks() is a loop.
 template <class T, int kBuffers = 2, bool kTight = false, bool kRolled = true>
 struct EpilogueSm90 {
@@ -162,10 +163,31 @@ struct EpilogueSm90 {
   __device__ __forceinline__ void store_box(const float* d, const OutputSm90& output, int first_row,
                                             int first_col) {
     const Packed values = pack(d);
-    acquire_buffers(output);
+    if constexpr (kBuffers == 1) wait_for_buffers();
     write_buffer(buffer(), values);
-    send_buffers(output, first_row, first_col);
+    meet_before_sending<kBuffers - 2>();
+    if (threadIdx.x % 128 == 0) {
+      tma_store_2d(&output.map, first_col, first_row, buffer());
+      tma_store_commit();
+    }
     next_buffer();
+  }
+
+  // All rows of a warpgroup, if OutputSm90::only_rounds. Its chunks are short enough to be
+  // unrolled, which saves the moves of for_chunks(). With a short k the mainloop of the other
+  // warpgroup hides no longer epilogue.
+  template <int kBlocks, int kRegs>
+  __device__ __forceinline__ void store_boxes(const float (&d)[kBlocks][kRegs],
+                                              const OutputSm90& output, int first_row,
+                                              int first_col) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
+        const int col = first_col + chunk * 64;
+        if (col < output.n) store_box(&d[i][chunk * 32], output, first_row + i * 64, col);
+      }
+    }
   }
 
   // The address of a 16-byte piece with the 128-byte swizzle: its number and the row's, combined by
@@ -231,23 +253,21 @@ struct EpilogueSm90 {
   // Activation, rounding and the store of 64 columns.
   __device__ __forceinline__ void store_chunk(float (&values)[32], const OutputSm90& output,
                                               int first_row, int col) {
-    // Overlaps with the last chunk's stores, which still read the buffers.
-    const Packed before = pack(values);
-    activate<Rounding::k16Bits, 32>(output.activation, values);
     acquire_buffers(output);
     if (output.preactivation != nullptr) {
-      write_buffer(preactivation_buffer(), before);
+      write_buffer(preactivation_buffer(), pack(values));
       if (!output.use_tma) {
         copy_rows(preactivation_buffer(), output, output.preactivation, first_row, col);
       }
     }
+    activate<Rounding::k16Bits, 32>(output.activation, values);
     write_buffer(buffer(), pack(values));
     if (output.use_tma) {
       send_buffers(output, first_row, col);
     } else {
       copy_rows(buffer(), output, output.d, first_row, col);
     }
-    if (output.preactivation == nullptr) next_buffer();
+    next_buffer(output.preactivation == nullptr ? 1 : 2);
   }
 
   // The same of 64 columns of 32-bit operands.
@@ -274,28 +294,28 @@ struct EpilogueSm90 {
     }
   }
 
-  __device__ __forceinline__ void next_buffer() {
-    if constexpr (kBuffers == 2) offset ^= kBufferBytes;
+  __device__ __forceinline__ void next_buffer(int count = 1) {
+    offset = (offset + count * kBufferBytes) % (kBuffers * kBufferBytes);
   }
 
-  // If there is a pre-activation, D always has the first buffer.
   __device__ __forceinline__ uint32_t buffer() const { return buffers + offset; }
   __device__ __forceinline__ uint32_t preactivation_buffer() const {
-    return buffers + kBufferBytes;
+    return buffers + offset + kBufferBytes;
+  }
+
+  // Whether a chunk leaves buffers for the next one. Then its only barrier, in send_buffers(), also
+  // says that those are free.
+  __device__ __forceinline__ static bool alternates(const OutputSm90& output) {
+    return kBuffers >= (output.preactivation == nullptr ? 2 : 4);
   }
 
   // Returns when the chunk's buffers may be written: the TMA stores that used them have read them.
-  // These are the stores of two chunks ago, or with a pre-activation both of the last chunk.
   // Without TMA each warp owns its 16 rows of the buffers.
   __device__ __forceinline__ void acquire_buffers(const OutputSm90& output) const {
-    if (!output.use_tma) return;
-    if (threadIdx.x % 128 == 0) {
-      if (output.preactivation != nullptr) {
-        tma_store_wait_read<0>();
-      } else {
-        tma_store_wait_read<kBuffers - 1>();
-      }
-    }
+    if (output.use_tma && !alternates(output)) wait_for_buffers();
+  }
+  __device__ __forceinline__ void wait_for_buffers() const {
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
     named_barrier_sync(barrier, 128);
   }
 
@@ -306,11 +326,25 @@ struct EpilogueSm90 {
     for (int j = 0; j < 4; ++j) stmatrix_x4(address ^ (j * 32), d.words[j]);
   }
 
+  // The buffer is written for TMA. The next chunk's is free, because all stores before this one but
+  // the last kUnread have read theirs; negative: not so.
+  template <int kUnread>
+  __device__ __forceinline__ void meet_before_sending() const {
+    fence_proxy_async();
+    if constexpr (kUnread >= 0) {
+      if (threadIdx.x % 128 == 0) tma_store_wait_read<kUnread>();
+    }
+    named_barrier_sync(barrier, 128);
+  }
+
   // Sends D's buffer, and the pre-activation's if it is wanted.
   __device__ __forceinline__ void send_buffers(const OutputSm90& output, int first_row,
                                                int first_col) const {
-    fence_proxy_async();
-    named_barrier_sync(barrier, 128);
+    if (output.preactivation == nullptr) {
+      meet_before_sending<kBuffers - 2>();
+    } else {
+      meet_before_sending<kBuffers / 2 - 2>();
+    }
     if (threadIdx.x % 128 == 0) {
       tma_store_2d(&output.map, first_col, first_row, buffer());
       if (output.preactivation != nullptr) {

@@ -46,12 +46,12 @@ struct TileSm90 {
   static constexpr int kBlocks = kRows / 64;  // of 64 rows, those of one wgmma
   static constexpr int kRegs = kBlkN / 2;     // of a block, per thread
 
-  // Of the epilogue, per warpgroup. Four stages of 192x192 leave room for one.
-  static constexpr int kStoreBuffers = kConsumers == 3 ? 1 : 2;
-
   static constexpr int kBytesA = kBlkM * 128;
   static constexpr int kBytesB = kBlkN * 128;
   static constexpr int kStageBytes = kBytesA + kBytesB;
+
+  // Of the epilogue, per warpgroup. Four stages of 192x192 leave room for one.
+  static constexpr int kStoreBuffers = kConsumers == 3 ? 1 : 2;
 
   // wgmma reads 32-bit operands in shared memory along k only. mn_major_tf32_sm90.cuh transposes
   // the others.
