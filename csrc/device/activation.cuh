@@ -26,7 +26,15 @@ __device__ __forceinline__ Acc divide_within(Acc a, Acc b) {
   if constexpr (kRounding == Rounding::kFull) {
     return a / b;
   } else {
-    return __fdividef(a, b);  // 0 for b beyond 2^126, NaN for inf / inf
+    return a * rcp_approx(b);  // 0 for b beyond 2^126, NaN for inf / inf
+  }
+}
+template <Rounding kRounding, class Acc>
+__device__ __forceinline__ Acc reciprocal_within(Acc x) {
+  if constexpr (kRounding == Rounding::kFull) {
+    return Acc(1) / x;
+  } else {
+    return rcp_approx(x);
   }
 }
 
@@ -114,7 +122,7 @@ __device__ __forceinline__ void activate_backward(Activation activation, const A
     for (int i = 0; i < kCount; ++i) {
       const Acc z = kept[i];
       const Acc e = exp_within<kRounding>(-argument(z));
-      const Acc s = divide_within<kRounding>(Acc(1), Acc(1) + e);
+      const Acc s = reciprocal_within<kRounding>(Acc(1) + e);
       const Acc rest = e <= Acc(1) ? e * s : Acc(1) - s;  // 1 - s, without cancellation
       gradients[i] *= s * (Acc(1) + z * rest * argument.derivative(z));
     }

@@ -99,11 +99,45 @@ struct RunSums {
   }
 };
 
+// Merges what the four warps of a warpgroup have of a column of tiles, through the buffers of its
+// stores. part_of(i): a lane's part of column i / 2 * 64 + lane * 2 + i % 2 of kColumns. A Part has
+// 16 bytes and merge(); Part{} changes nothing. The result is that of column threadIdx.x % 128, if
+// there is one.
+template <int kColumns, class PartOf>
+__device__ __forceinline__ auto merge_warps(uint32_t buffers, int barrier, PartOf&& part_of) {
+  using Part = decltype(part_of(0));
+  static_assert(sizeof(Part) == 16 && kColumns <= 128);
+  const int thread = static_cast<int>(threadIdx.x % 128), lane = thread % 32;
+  auto slot = [&](int warp, int column) {
+    return buffers + static_cast<uint32_t>(warp * kColumns + column) * 16;
+  };
+  if (thread == 0) tma_store_wait_read<0>();
+  named_barrier_sync(barrier, 128);
+#pragma unroll
+  for (int i = 0; i < kColumns / 32; ++i) {
+    const Part part = part_of(i);
+    uint4 words;
+    memcpy(&words, &part, sizeof(words));
+    store_shared_u128(slot(thread / 32, i / 2 * 64 + lane * 2 + i % 2), words);
+  }
+  named_barrier_sync(barrier, 128);
+  Part total{};
+  if (thread >= kColumns) return total;
+#pragma unroll
+  for (int warp = 0; warp < 4; ++warp) {
+    const uint4 words = load_shared_u128(slot(warp, thread));
+    Part part;
+    memcpy(&part, &words, sizeof(words));
+    total.merge(part);
+  }
+  return total;
+}
+
 // D in rows, kColumns columns per tile. A warp reads its 16 rows of the store buffer again: lane l
 // sums the columns 2l and 2l + 1 of each 64.
-template <class T, int kColumns>
-struct MomentsEpilogue : EpilogueSm90<T> {
-  using Base = EpilogueSm90<T>;
+template <class T, int kColumns, int kBuffers = 2>
+struct MomentsEpilogue : EpilogueSm90<T, kBuffers> {
+  using Base = EpilogueSm90<T, kBuffers>;
   using Output = MomentsOutput;
   static constexpr int kChunks = kColumns / 64;
   static_assert(kColumns <= 128, "a thread merges one column");
@@ -177,37 +211,17 @@ struct MomentsEpilogue : EpilogueSm90<T> {
   }
 
  private:
-  // Merges the warps' sums through the store buffers.
   __device__ __forceinline__ void write_record(const MomentsRecords& output, int run,
                                                const ColumnSums<kChunks * 2>& column) {
-    const int thread = static_cast<int>(threadIdx.x % 128), lane = thread % 32;
+    const int thread = static_cast<int>(threadIdx.x % 128);
     const int64_t at = output.record(run);
     if (column.first_column < 0) {
       if (thread == 0) output.records[at] = {-1, 0};
       return;
     }
-    if (thread == 0) tma_store_wait_read<0>();
-    named_barrier_sync(this->barrier, 128);
-    auto slot = [&](int warp, int column_of_tile) {
-      return this->buffers + static_cast<uint32_t>(warp * kColumns + column_of_tile) * 16;
-    };
-#pragma unroll
-    for (int i = 0; i < kChunks * 2; ++i) {
-      const CountedMoments part = column.sums[i].finish(column.count);
-      uint4 words;
-      memcpy(&words, &part, sizeof(words));
-      store_shared_u128(slot(thread / 32, i / 2 * 64 + lane * 2 + i % 2), words);
-    }
-    named_barrier_sync(this->barrier, 128);
+    const auto total = merge_warps<kColumns>(
+        this->buffers, this->barrier, [&](int i) { return column.sums[i].finish(column.count); });
     if (thread >= kColumns) return;
-    CountedMoments total{0, 0, 0};
-#pragma unroll
-    for (int warp = 0; warp < 4; ++warp) {
-      const uint4 words = load_shared_u128(slot(warp, thread));
-      CountedMoments part;
-      memcpy(&part, &words, sizeof(words));
-      total.merge(part);
-    }
     output.moments[at * kColumns + thread] = {static_cast<float>(total.mean), total.deviation};
     if (thread == 0) output.records[at] = {column.first_column, static_cast<int>(total.count)};
   }

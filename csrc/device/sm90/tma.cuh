@@ -15,6 +15,14 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 }
 
+// "cp.async.bulk.prefetch": `bytes` contiguous bytes to L2. Both are multiples of 16.
+__device__ __forceinline__ void prefetch_to_l2(const void* global, uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(__cvta_generic_to_global(global)),
+      "r"(bytes)
+      : "memory");
+}
+
 // "cp.async.bulk.tensor", global to shared. `barrier` of this CTA counts the bytes of the whole
 // box, zeros included.
 __device__ __forceinline__ void tma_load_2d(uint32_t shared, const CUtensorMap* map, int c0, int c1,

@@ -65,8 +65,10 @@ __device__ __forceinline__ void activate_norm_backward(NormActivation activation
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const A e = exp_within<kRounding>(-z[j]);
-      const A s = divide_within<kRounding>(A(1), A(1) + e);
-      const A rest = e <= A(1) ? e * s : A(1) - s;  // 1 - s, without cancellation
+      const A s = reciprocal_within<kRounding>(A(1) + e);
+      // Near 1, s has no bits of 1 - s left. The product with z then adds less than 16 bits show.
+      const bool cancels = kRounding == Rounding::kFull && e <= A(1);
+      const A rest = cancels ? e * s : A(1) - s;
       dout[j] *= s * (A(1) + z[j] * rest);
     }
   } else {

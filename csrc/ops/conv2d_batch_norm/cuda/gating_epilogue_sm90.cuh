@@ -10,7 +10,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
@@ -208,41 +207,26 @@ struct GatingEpilogue : WithoutBias<EpilogueSm90<T>> {
     }
   }
 
-  // Merges the warps' sums through the buffers.
   __device__ __forceinline__ void write_record(const MomentsRecords& output, int run,
                                                const GradSums<kAcross * 2>& column) {
     struct Sums {
-      double sum, product;
+      double sum = 0, product = 0;
+
+      __device__ __forceinline__ void merge(const Sums& other) {
+        sum += other.sum;
+        product += other.product;
+      }
     };
-    const int thread = static_cast<int>(threadIdx.x % 128), lane = thread % 32;
+    const int thread = static_cast<int>(threadIdx.x % 128);
     const int64_t at = output.record(run);
     if (column.first_column < 0) {
       if (thread == 0) output.records[at] = {-1, 0};
       return;
     }
-    if (thread == 0) tma_store_wait_read<0>();
-    named_barrier_sync(this->barrier, 128);
-    auto slot = [&](int warp, int column_of_tile) {
-      return this->buffers + static_cast<uint32_t>(warp * kColumns + column_of_tile) * 16;
-    };
-#pragma unroll
-    for (int i = 0; i < kAcross * 2; ++i) {
-      const Sums part{column.sums[i].sum, column.sums[i].product};
-      uint4 words;
-      memcpy(&words, &part, sizeof(words));
-      store_shared_u128(slot(thread / 32, i / 2 * 64 + lane * 2 + i % 2), words);
-    }
-    named_barrier_sync(this->barrier, 128);
+    const auto total = merge_warps<kColumns>(this->buffers, this->barrier, [&](int i) {
+      return Sums{column.sums[i].sum, column.sums[i].product};
+    });
     if (thread >= kColumns) return;
-    Sums total{0, 0};
-#pragma unroll
-    for (int warp = 0; warp < 4; ++warp) {
-      const uint4 words = load_shared_u128(slot(warp, thread));
-      Sums part;
-      memcpy(&part, &words, sizeof(words));
-      total.sum += part.sum;
-      total.product += part.product;
-    }
     output.moments[at * kColumns + thread] = {static_cast<float>(total.sum),
                                               static_cast<float>(total.product)};
     if (thread == 0) output.records[at] = {column.first_column, 1};

@@ -137,6 +137,11 @@ __device__ __forceinline__ void load_narrow(const NarrowMemory& memory,
     input_ring.expect(at_input, NarrowMemory::kBoxBytes);
     tma_load_2d(memory.input(at_input.stage), &p.input, 0, pixel, input_ring.full(at_input.stage));
     at_input.next();
+    if (p.addend != nullptr) {  // read after the tile's products: no registers hold it before
+      const int row_bytes = p.channels * 2, rows = min(kNarrowRows, p.output.m - pixel);
+      prefetch_to_l2(static_cast<const char*>(p.addend) + int64_t{pixel} * row_bytes,
+                     rows * row_bytes);
+    }
 #pragma unroll 1
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
       const int channel = chunk * kNarrowChunk;
@@ -205,18 +210,16 @@ __device__ __forceinline__ void turn_into_dz(uint4& dy_words, const uint4& x_wor
   }
 }
 
-// The same of a warpgroup's rows of a stage. A thread has eight channels of every 16th row, and a
-// warp 16: warps without channels have nothing to do, because beyond K TMA has written zeros. A
-// thread loads all its rows before it stores one, so that the latencies overlap.
-template <class T, bool kGated>
-__device__ __forceinline__ void turn_rows_into_dz(uint32_t stage, int first_row, int first_channel,
+// The same of kCount rows of a thread, and of eight channels from `channel` on. A thread loads all
+// its rows before it stores one, so that the latencies overlap.
+template <class T, bool kGated, int kCount>
+__device__ __forceinline__ void turn_rows_into_dz(uint32_t stage, int first_row, int piece,
+                                                  int channel,
                                                   const NarrowCoefficients& coefficients,
-                                                  const NarrowKernelParams& p) {
-  constexpr int kCount = 64 / 16;
-  const int thread = static_cast<int>(threadIdx.x % 128), piece = thread / 16;
-  if (first_channel + piece * 8 >= p.filters) return;
+                                                  NormActivation activation) {
+  constexpr int kApart = 64 / kCount;
   auto address = [&](int i) {
-    return EpilogueSm90<T>::buffer_address(stage, first_row + thread % 16 + i * 16, piece);
+    return EpilogueSm90<T>::buffer_address(stage, first_row + i * kApart, piece);
   };
   uint4 dy[kCount], x[kCount];
 #pragma unroll
@@ -224,11 +227,30 @@ __device__ __forceinline__ void turn_rows_into_dz(uint32_t stage, int first_row,
     dy[i] = load_shared_u128(address(i));
     x[i] = load_shared_u128(address(i) + NarrowMemory::kBoxBytes);
   }
-  const ChannelsOfThread<kGated> channels(coefficients, first_channel + piece * 8);
+  const ChannelsOfThread<kGated> channels(coefficients, channel);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) turn_into_dz<T>(dy[i], x[i], channels, p.activation);
+  for (int i = 0; i < kCount; ++i) turn_into_dz<T>(dy[i], x[i], channels, activation);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) store_shared_u128(address(i), dy[i]);
+}
+
+// The same of a warpgroup's rows of a stage. A thread has eight channels of every 16th row. If only
+// the first half of the box has channels, it has those of every 32nd row, so that no warp is idle.
+// Threads without channels have nothing to do, because beyond K TMA has written zeros.
+template <class T, bool kGated>
+__device__ __forceinline__ void turn_box_into_dz(uint32_t stage, int first_row, int first_channel,
+                                                 const NarrowCoefficients& coefficients,
+                                                 const NarrowKernelParams& p) {
+  const int thread = static_cast<int>(threadIdx.x % 128);
+  auto turn = [&]<int kCount>() {
+    constexpr int kApart = 64 / kCount;
+    const int piece = thread / kApart, channel = first_channel + piece * 8;
+    if (channel >= p.filters) return;
+    turn_rows_into_dz<T, kGated, kCount>(stage, first_row + thread % kApart, piece, channel,
+                                         coefficients, p.activation);
+  };
+  p.filters - first_channel > kNarrowChunk / 2 ? turn.template operator()<4>()
+                                               : turn.template operator()<2>();
 }
 
 // The accumulators of a warpgroup.
@@ -345,7 +367,7 @@ __device__ __forceinline__ void multiply_narrow(const NarrowMemory& memory, int 
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
       ring.wait_full(at);
       const uint32_t stage = memory.stage(at.stage);
-      turn_rows_into_dz<T, kGated>(stage, warpgroup * 64, chunk * kNarrowChunk, coefficients, p);
+      turn_box_into_dz<T, kGated>(stage, warpgroup * 64, chunk * kNarrowChunk, coefficients, p);
       fence_proxy_async();
       named_barrier_sync(kNarrowWholeBarrier, 128 * kNarrowWarpgroups);
       sums.multiply(stage, warpgroup, memory.weight(chunk), input, chunk);

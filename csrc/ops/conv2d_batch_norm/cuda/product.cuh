@@ -25,9 +25,11 @@ template <GemmTile kTile, class T>
 void launch_matrix_moments(const GemmParams& product, const GemmPlan& plan,
                            const MomentsOutput& output, cudaStream_t stream) {
   constexpr Sm90TileShape kShape = sm90_tile(Sm90Loading::kTma, kTile);
-  using Tile = TileSm90<T, kShape.blk_m, kShape.blk_n, kShape.stages, kShape.ping_pong, false,
-                        Major::kK, Major::kK>;
-  launch_sm90_product<Tile, MomentsEpilogue<T, kShape.blk_n>>(
+  // A stage of 128x128 makes room for two more store buffers: k is short.
+  constexpr bool kLarge = kTile == GemmTile::k128x128;
+  using Tile = TileSm90<T, kShape.blk_m, kShape.blk_n, kShape.stages - kLarge, kShape.ping_pong,
+                        false, Major::kK, Major::kK>;
+  launch_sm90_product<Tile, MomentsEpilogue<T, kShape.blk_n, kLarge ? 4 : 2>>(
       product, plan, tma_operands<Tile, TmaOperands>(product), output, nullptr, stream);
 }
 
