@@ -152,9 +152,13 @@ CUtensorMap make_im2col_tensor_map(const TensorMapIm2col& m) {
   const cuuint64_t extents[4] = {static_cast<cuuint64_t>(m.channels),
                                  static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(height),
                                  static_cast<cuuint64_t>(m.batch)};
-  cuuint64_t pitch_bytes[3];
-  cuuint64_t bytes = static_cast<cuuint64_t>(dtype_size(m.dtype));
-  for (int i = 0; i < 3; ++i) pitch_bytes[i] = bytes *= extents[i];
+  const bool is_slice = m.pitch != 0 && m.pitch != m.channels;
+  const int64_t pitch = is_slice ? m.pitch : m.channels;
+  cuuint64_t pitch_bytes[3] = {static_cast<cuuint64_t>(pitch * dtype_size(m.dtype))};
+  for (int i = 1; i < 3; ++i) pitch_bytes[i] = pitch_bytes[i - 1] * extents[i];
+  // L2 fills 128 bytes of a slice: its neighbours stay in memory.
+  const auto granule =
+      is_slice ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   // Bounds of a window's first tap: from the corner of the padding to the last window's.
   int lower[2], upper[2];
   for (int i = 0; i < 2; ++i) {
@@ -166,12 +170,11 @@ CUtensorMap make_im2col_tensor_map(const TensorMapIm2col& m) {
   const cuuint32_t steps[4] = {1, static_cast<cuuint32_t>(m.stride[1]),
                                static_cast<cuuint32_t>(m.stride[0]), 1};
   return encoded(kName, [&](CUtensorMap* map) {
-    return encode_im2col(map, tensor_map_type(m.dtype, m.round_to_tf32), 4,
-                         const_cast<void*>(m.pointer), extents, pitch_bytes, lower, upper,
-                         static_cast<cuuint32_t>(m.box_channels),
-                         static_cast<cuuint32_t>(m.box_pixels), steps,
-                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encode_im2col(
+        map, tensor_map_type(m.dtype, m.round_to_tf32), 4, const_cast<void*>(m.pointer), extents,
+        pitch_bytes, lower, upper, static_cast<cuuint32_t>(m.box_channels),
+        static_cast<cuuint32_t>(m.box_pixels), steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, granule, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
 }
 

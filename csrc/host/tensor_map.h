@@ -42,7 +42,7 @@ struct TensorMapRows {
 
 CUtensorMap make_rows_tensor_map(const TensorMapRows& tensor);
 
-// The im2col view of a dense NHWC image: boxes of box_pixels output pixels by box_channels, at one
+// The im2col view of an NHWC image: boxes of box_pixels output pixels by box_channels, at one
 // filter tap (tma_load_im2col_4d). In shared memory a box is box_pixels rows of 128 bytes, swizzled
 // as above. Pairs are (height, width).
 struct TensorMapIm2col {
@@ -52,6 +52,7 @@ struct TensorMapIm2col {
   int64_t batch;
   int64_t size[2];     // of the image
   int64_t channels;    // a multiple of 16 bytes
+  int64_t pitch;       // elements between pixels, a multiple of 16 bytes; 0: channels
   int64_t windows[2];  // per image
   int stride[2];       // from one window to the next, at most 8
   int padding[2];      // before the image, at most 128, maybe negative

@@ -59,6 +59,7 @@ struct Conv2dParams {
   const void* weight;
   const void* bias;  // (k), or null
   void* output;
+  int64_t input_pitch = 0;  // elements between pixels; 0: c. Others with TMA im2col alone
 };
 
 // A null gradient is not wanted. `input` and `weight` may be null if no wanted gradient reads them.
@@ -71,6 +72,7 @@ struct Conv2dBackwardParams {
   void* grad_weight;
   void* grad_bias;
   const void* addend = nullptr;  // like grad_input, which it is added to if the plan says so
+  int64_t input_pitch = 0;       // as in Conv2dParams, for grad_weight
 };
 
 // Addresses of a direction's three tensors: x is the input or its gradient, w the weight or its

@@ -2,6 +2,7 @@
 #include "common/switch.h"
 #include "device/vec.cuh"
 #include "host/launch.h"
+#include "ops/conv2d/cuda/sm90/launch.h"
 #include "ops/conv_transpose2d/cuda/launch.h"
 
 namespace warpwright {
@@ -64,11 +65,18 @@ template <class T>
 void launch_pitched(const ConvTranspose2dBackwardParams& p, const ConvTranspose2dBackwardPlan& plan,
                     void* workspace, cudaStream_t stream) {
   if (plan.input) {
-    launch_pitched_input_gradient<T>(p, std::get<TmaIm2colConfig>(plan.input->kernel), stream);
+    launch_tma_im2col_fprop<T>({p.shape, p.grad_output, p.weight, nullptr, p.grad_input, p.pitch},
+                               std::get<TmaIm2colConfig>(plan.input->kernel), stream);
   }
   if (plan.weight) {
-    launch_pitched_weight_gradient<T>(p, std::get<TmaIm2colConfig>(plan.weight->kernel), workspace,
-                                      stream);
+    Conv2dBackwardParams wgrad{};
+    wgrad.shape = p.shape;
+    wgrad.grad_output = p.input;
+    wgrad.input = p.grad_output;
+    wgrad.input_pitch = p.pitch;
+    wgrad.grad_weight = p.grad_weight;
+    launch_tma_im2col_wgrad<T>(wgrad, std::get<TmaIm2colConfig>(plan.weight->kernel), workspace,
+                               stream);
   }
   if (plan.bias) {
     launch_column_sum(pitched_bias_columns(p), plan.bias->kernel.columns, workspace, stream);

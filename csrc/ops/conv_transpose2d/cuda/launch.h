@@ -11,12 +11,4 @@ template <class T>
 void launch_depth_to_space(const ConvTranspose2dParams& params, const DepthToSpaceConfig& config,
                            cudaStream_t stream);
 
-template <class T>
-void launch_pitched_input_gradient(const ConvTranspose2dBackwardParams& params,
-                                   const TmaIm2colConfig& config, cudaStream_t stream);
-template <class T>
-void launch_pitched_weight_gradient(const ConvTranspose2dBackwardParams& params,
-                                    const TmaIm2colConfig& config, void* workspace,
-                                    cudaStream_t stream);
-
 }  // namespace warpwright

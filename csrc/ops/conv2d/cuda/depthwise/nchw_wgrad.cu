@@ -43,23 +43,33 @@ __global__ void __launch_bounds__(kWgradThreads, 4)
     }
     const T* plane = planes + image * g.x_image;
     const int h0 = p0 * kStride - g.pad_h, w0 = q0 * kStride - g.pad_w;
+    // Of a tile at the edge only the outputs that exist: zero times an infinite x would be NaN.
+    auto multiply = [&]<bool kWhole>() {
 #pragma unroll
-    for (int i = 0; i < (kTileRows - 1) * kStride + kTaps; ++i) {
-      A rX[kWindow];
-      load_window<kWindow, kIsVec && kStride == 1>(plane + (h0 + i) * g.x_row, x,
-                                                   is_inside(h0 + i, g.h), w0, g.w, rX);
+      for (int i = 0; i < (kTileRows - 1) * kStride + kTaps; ++i) {
+        A rX[kWindow];
+        load_window<kWindow, kIsVec && kStride == 1>(plane + (h0 + i) * g.x_row, x,
+                                                     is_inside(h0 + i, g.h), w0, g.w, rX);
 #pragma unroll
-      for (int r = 0; r < kTaps; ++r) {
-        const int p = (i - r) / kStride;
-        if (i < r || (i - r) % kStride != 0 || p >= kTileRows) continue;
-        if (p0 + p >= g.p) continue;  // zero times an infinite x would be NaN
+        for (int r = 0; r < kTaps; ++r) {
+          const int p = (i - r) / kStride;
+          if (i < r || (i - r) % kStride != 0 || p >= kTileRows) continue;
+          if (!kWhole && p0 + p >= g.p) continue;
 #pragma unroll
-        for (int j = 0; j < kRunQ; ++j) {
-          if (j >= run) break;  // the same
+          for (int j = 0; j < kRunQ; ++j) {
+            if (!kWhole && j >= run) break;
 #pragma unroll
-          for (int s = 0; s < kTaps; ++s) sums[r * kTaps + s] += rDy[p][j] * rX[j * kStride + s];
+            for (int s = 0; s < kTaps; ++s) sums[r * kTaps + s] += rDy[p][j] * rX[j * kStride + s];
+          }
         }
       }
+    };
+    // A second copy of the loops, if registers are left for it.
+    constexpr bool kTwoCopies = kIsVec && kTaps <= 5;
+    if (kTwoCopies && p0 + kTileRows <= g.p && run >= kRunQ) {
+      multiply.template operator()<kTwoCopies>();
+    } else {
+      multiply.template operator()<false>();
     }
   }
 #pragma unroll

@@ -15,6 +15,7 @@ struct WindowImage {
   int64_t batch;
   int64_t channels;
   WindowAxes axes;
+  int64_t pitch = 0;  // elements between pixels; 0: channels
 };
 
 inline CUtensorMap windows_map(DType dtype, const WindowImage& image, int box_pixels) {
@@ -25,6 +26,7 @@ inline CUtensorMap windows_map(DType dtype, const WindowImage& image, int box_pi
   map.pointer = image.pixels;
   map.batch = image.batch;
   map.channels = image.channels;
+  map.pitch = image.pitch;
   map.size[0] = height.size, map.size[1] = width.size;
   map.windows[0] = height.windows, map.windows[1] = width.windows;
   map.stride[0] = static_cast<int>(height.stride), map.stride[1] = static_cast<int>(width.stride);
@@ -142,12 +144,13 @@ struct WindowProduct {
   const void* pixels;
   const void* weight;
   GemmParams product;
+  int64_t pitch = 0;  // of the pixels, as in WindowImage
 
   // A and B are the windows and the weights, or for a transposed D the reverse.
   template <class Operands>
   Operands operands(int window_rows, int weight_rows) const {
     const bool fprop = direction == ConvDirection::kFprop;
-    const WindowImage image{pixels, shape.n, fprop ? shape.c : shape.k, part.windows};
+    const WindowImage image{pixels, shape.n, fprop ? shape.c : shape.k, part.windows, pitch};
     const CUtensorMap windows = windows_map(shape.dtype, image, window_rows);
     // In TF32 dgrad has the weights (C, RS, K).
     const bool transposed = !fprop && shape.dtype == DType::kFloat32, k_major = fprop || transposed;
@@ -195,7 +198,8 @@ void launch_tma_im2col_fprop(const Conv2dParams& params, const TmaIm2colConfig& 
           config.direction,
           params.input,
           params.weight,
-          conv_product(s, part.m, part.n, part.k_tiles * conv_chunk(s.dtype), params.output)};
+          conv_product(s, part.m, part.n, part.k_tiles * conv_chunk(s.dtype), params.output),
+          params.input_pitch};
       windows.product.bias = params.bias;
       windows.template launch<kTile, Tile>(conv_product_plan(config), stream);
     });
@@ -262,7 +266,7 @@ template <class T>
 void launch_tma_im2col_wgrad(const Conv2dBackwardParams& params, const TmaIm2colConfig& config,
                              void* workspace, cudaStream_t stream) {
   const Conv2dShape& s = params.shape;
-  const WindowImage image{params.input, s.n, s.c, window_axes(s)};
+  const WindowImage image{params.input, s.n, s.c, window_axes(s), params.input_pitch};
   GemmParams product =
       conv_product(s, s.k, s.taps() * s.group_c(), s.n * s.p * s.q, params.grad_weight);
   product.a = make_operand(params.grad_output, s.dtype, 1, s.k);

@@ -1,9 +1,0 @@
-// The gradient of the weight from a pitched gradient, bfloat16.
-#include "ops/conv_transpose2d/cuda/pitched_sm90.cuh"
-
-namespace warpwright {
-
-template void launch_pitched_weight_gradient<bf16>(const ConvTranspose2dBackwardParams&,
-                                                   const TmaIm2colConfig&, void*, cudaStream_t);
-
-}  // namespace warpwright
