@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "common/ceil_div.h"
@@ -230,9 +231,16 @@ inline ReductionPlan choose_reduction_columns(const ReductionParams& p, const De
   const int64_t rows = a.reduced.total;
   plan.vectors = a.kept.total * a.inner.size / per_vector;
   // Threads below each other: as many as rows keep busy, at most 256 / 32, so that 512 bytes lie
-  // side by side. Fewer columns leave more threads for rows.
+  // side by side. Fewer columns leave more threads for rows. Of few rows, merging takes longer than
+  // reading, so no more threads than keep the memory busy.
+  constexpr int64_t kFewRows = 8 * kReductionLoads, kFewestThreads = 320;  // per SM
+  const int64_t most_threads =
+      rows > kFewRows ? std::numeric_limits<int64_t>::max() : device.num_sms * kFewestThreads;
   int log_down = 0;
-  while (log_down < 3 && (int64_t{kReductionLoads} << log_down) < rows) ++log_down;
+  while (log_down < 3 && (int64_t{kReductionLoads} << log_down) < rows &&
+         plan.vectors << log_down < most_threads) {
+    ++log_down;
+  }
   plan.log_lanes = 8 - log_down;
   while (plan.log_lanes > 0 && (int64_t{1} << (plan.log_lanes - 1)) >= plan.vectors) {
     --plan.log_lanes;
