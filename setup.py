@@ -180,8 +180,9 @@ def shared_headers(path: str) -> tuple[str, ...] | None:
     """A name for what ``path`` reads before its own lines. None: it compiles alone.
 
     An op's registration and autograd read the same headers of torch, and the parts of explain()
-    those of pybind11. So do the instances of one kernel; those of the matrix product and of sm_90
-    compile much longer than they read, unless FAST_COMPILE leaves their optimisation out.
+    those of pybind11. So do the instances of one kernel. Those of the matrix product, and of the
+    convolutions that are built on it, compile much longer than they read, unless FAST_COMPILE leaves
+    their optimisation out.
     """
     if path.startswith("csrc/python/explain"):
         return ("explain",)
@@ -190,7 +191,7 @@ def shared_headers(path: str) -> tuple[str, ...] | None:
         return (op[1],)
     if "/instances/" not in path:
         return None
-    if not FAST_COMPILE and re.search("/gemm/|sm90|implicit_gemm", path):
+    if not FAST_COMPILE and re.search("/gemm/|/conv2d/cuda/(sm90|implicit_gemm)/", path):
         return None
     includes = re.findall(r"^#include .*$", (ROOT / path).read_text(), re.MULTILINE)
     return (os.path.dirname(path), *includes)

@@ -54,7 +54,7 @@ def test_max_pool2d_layouts():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"op: expected one of conv2d, .*; got 'mish'"):
+    with pytest.raises(ValueError, match=r"op: got 'mish', expected one of conv2d, "):
         explain("mish", torch.ones(1))
     with pytest.raises(TypeError, match="missing a required argument: 'weight'"):
         explain("linear", torch.ones(1))

@@ -142,18 +142,25 @@ def test_advice_to_leave_a_module_with_swapped_layers_inside(report):
     assert scope["given"]["filter_fn"](None, "block.<b>.inner") is True
 
 
-def test_a_fused_module_is_compared_with_its_whole_chain(report):
-    """batch norm with the block's addition and ReLU takes longer than native's batch norm alone."""
-    entry = next(e for e in report.swap["entries"] if e["name"] == "block.norm")
-    entry["fused"] = "BatchNormAddReLU2d"
+def test_a_fused_block_is_compared_as_a_whole(report):
+    """One of its layers has the time of the op that replaces several."""
     chain = {"block": "block", "chain": "norm → add → act", "into": "BatchNormAddReLU2d"}
     report.swap["fusions"] = [chain | {"reason": ""}]
     report.modules.append(row({"module": "block", "op": "add"}, (1.0, 1.0, None)))
-    (norm,) = (r for r in report.modules if r["module"] == "block.norm")
-    norm["fused"] = cells(4.5)  # native's layers take 3 + 1 + 1
-    assert "block.norm" not in advice.losses(report, report.ours)
-    norm["fused"] = cells(5.5)
-    assert advice.losses(report, report.ours)["block.norm"] == pytest.approx(0.5)
+    inside = [r for r in report.modules if r["module"].startswith("block")]
+    native = sum(r["native"]["ms"] or 0.0 for r in inside)
+    (norm,) = (r for r in inside if r["module"] == "block.norm")
+    others = sum(r["fused"]["ms"] or 0.0 for r in inside if r is not norm)
+    norm["fused"] = cells(native - others)  # more than native's norm alone
+    assert set(advice.losses(report, report.ours)).isdisjoint({"block", "block.norm", "block.<b>"})
+    norm["fused"] = cells(native - others + 1.5)
+    assert advice.losses(report, report.ours)["block"] == pytest.approx(1.5)
+    report.runs[2] = run("fused", 9.0)
+    (leave,) = (a for a in advice.advice(report) if a.why.startswith("Leave"))
+    assert options_of(leave.code) == {"exclude": ["block"], "fuse": True}
+    # Of the whole model the steps' times speak.
+    report.swap["fusions"][0]["block"] = ""
+    assert advice.losses(report, report.ours) == {}
 
 
 def test_no_advice_from_unsteady_runs(report):

@@ -176,9 +176,11 @@ def test_stage_agrees_with_native(make, train, autocast, device, taken):
             assert (m.dtype, m.shape) == (t.dtype, t.shape)
             norms.append([torch.linalg.vector_norm(v.double() - e).item() for v in (m, t)])
         sums.append(torch.tensor(norms))
-    # The largest error of three blocks is chance; the mean error over some inputs is not.
-    for ours, native_error in sum(sums).tolist():
-        assert ours <= 1.5 * native_error + 1e-6
+    # Of 16 numbers the error is chance, also after some inputs; the mean over all tensors is not.
+    ours, native_error = sum(sums).unbind(1)
+    ratios = ours / (native_error + 1e-6)
+    assert ratios.max() <= 2
+    assert ratios.mean() <= 1.2
 
 
 def test_only_what_is_read_is_copied(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable
 from functools import partial, reduce
@@ -54,7 +55,9 @@ def explain(
 
         return explain_call(*args, **kwargs)
     if name not in EXPLAINERS:
-        raise ValueError(f"op: expected one of {', '.join(EXPLAINERS)}; got {name!r}")
+        near = ", ".join(map(repr, difflib.get_close_matches(name, EXPLAINERS)))
+        hint = f" (near it: {near})" if near else ""
+        raise ValueError(f"op: got {name!r}{hint}, expected one of {', '.join(EXPLAINERS)}")
     bound = inspect.signature(getattr(functional, name)).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments

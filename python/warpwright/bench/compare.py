@@ -8,6 +8,7 @@ the times themselves differ by the GPU.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,10 +71,9 @@ def main(options: SimpleNamespace) -> int:
     profiles = [profile.load(path) for path in (options.before, options.after)]
     if profiles.count(None) == 1:
         path = (options.before, options.after)[profiles.index(None)]
-        console.print(
-            Text(f"{path}: expected the report.json of a profile, as the other file", "red"),
-            soft_wrap=True,
-        )
+        expected = "expected the report.json of a profile, as the other file"
+        why = expected if Path(path).exists() else "no such file"
+        console.print(Text(f"{path}: {why}", "red"), soft_wrap=True)
         return 2
     if profiles[0] is not None and profiles[1] is not None:
         return profile.compare(

@@ -60,8 +60,12 @@ def profile(
         The numbers; ``print`` shows a summary.
     Raises:
         ValueError: ``runs`` has an unknown name.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, ``runs`` is a string, or ``autocast`` is no dtype.
     """
+    if isinstance(runs, str):
+        raise TypeError(f"runs: expected an iterable of names, got the string {runs!r}")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise TypeError(f"autocast: expected a torch.dtype or None, got {autocast!r}")
     from ..bench.records import ceilings, environment
     from . import ranks
     from . import runs as running

@@ -13,7 +13,6 @@ SLOWER = 1.05  # of native's time: modules beyond are named
 WORTH = 0.005  # of the step, for all of them together
 FASTER = 0.02  # of the step: a smaller saving is not advised
 WITHOUT_FUSING = "warpwright.swap(model)"
-ADDITIONS = ("add", "add_")  # of a block, which batch norm's chain runs
 MOST = 12  # names in one line of code
 TO_CHANNELS_LAST = (
     "model.to(memory_format=torch.channels_last)\n"
@@ -43,45 +42,37 @@ def advice(report: ProfileReport) -> list[Advice]:
 def losses(report: ProfileReport, ours: Row | None) -> dict[str, float]:
     """{module: how many ms it is slower than native}, of the swapped modules that lost in a run of ours.
 
-    A module that runs a chain of layers is compared with all layers of the chain.
+    A block whose layers run fused is compared as a whole: an op's time stands with one of its layers.
     """
     if ours is None or report.run("native") is None:
         return {}
-    chains = _chains(report) if ours["name"] == "fused" else {}
-    found = {}
-    for name in dict.fromkeys(r["module"] for r in report.modules if r.get("swap") == "swapped"):
-        rows = [row for row in report.modules if row["module"] == name]
-        native, mine = (
-            sum(row[run]["ms"] or 0.0 for row in rows) for run in ("native", ours["name"])
-        )
-        if not native or not mine:
-            continue
-        for row in report.modules:
-            if (row["module"], row["op"]) in chains.get(name, ()):
-                native += row["native"]["ms"] or 0.0
-                mine += row[ours["name"]]["ms"] or 0.0
-        if mine > SLOWER * native:
-            found[name] = mine - native
+    blocks = _fused_blocks(report, ours)
+    times: dict[str, list[float]] = {}
+    for row in report.modules:
+        name = _block_of(row["module"], blocks)
+        if name is None and row.get("swap") == "swapped":
+            name = row["module"]
+        if name:  # the whole model's time is the step's
+            for i, run in enumerate(("native", ours["name"])):
+                times.setdefault(name, [0.0, 0.0])[i] += row[run]["ms"] or 0.0
+    found = {
+        name: mine - native
+        for name, (native, mine) in times.items()
+        if native and mine > SLOWER * native
+    }
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _chains(report: ProfileReport) -> dict[str, set[tuple[str, str]]]:
-    """{the module that runs a chain: (module, op) of the other rows that the chain replaces}."""
-    keepers = {entry["name"] for entry in report.swap["entries"] if entry["fused"]}
-    found: dict[str, set[tuple[str, str]]] = {}
-    for fusion in report.swap["fusions"]:
-        if fusion["reason"]:
-            continue
-        block, steps = fusion["block"], fusion["chain"].split(" → ")
-        names = [f"{block}.{step}" if block else step for step in steps]
-        for keeper in keepers.intersection(names):
-            found[keeper] = {
-                (row["module"], row["op"])
-                for row in report.modules
-                if (row["module"] in names and row["module"] != keeper)
-                or (row["module"] == block and row["op"] in ADDITIONS and "add" in steps)
-            }
-    return found
+def _fused_blocks(report: ProfileReport, ours: Row) -> set[str]:
+    if ours["name"] != "fused":
+        return set()
+    return {fusion["block"] for fusion in report.swap["fusions"] if not fusion["reason"]}
+
+
+def _block_of(module: str, blocks: set[str]) -> str | None:
+    """The innermost of the blocks that ``module`` is in."""
+    holding = [b for b in blocks if not b or module == b or module.startswith(f"{b}.")]
+    return max(holding, key=len, default=None)
 
 
 def _native_layers(report: ProfileReport, ours: Row | None) -> list[Advice]:
@@ -92,19 +83,22 @@ def _native_layers(report: ProfileReport, ours: Row | None) -> list[Advice]:
         return []
     names = list(slower)[:MOST]
     saved = sum(slower[name] for name in names)
-    fuse = ", fuse=True" if ours["name"] == "fused" else ""
     what = "layer" if len(names) == 1 else "layers"
     count = f"the slowest {len(names)} of {len(slower)}" if len(slower) > len(names) else len(names)
-    listed = ", ".join(map(repr, names))
+    # exclude= leaves the layers inside of a module native too: right for blocks alone.
     swapped = [entry["name"] for entry in report.swap["entries"] if entry["swapped"]]
-    if any(other.startswith(f"{name}.") for name in names for other in swapped):
-        # exclude= would leave the layers inside of these native too.
-        code = (
-            f"leave = {{{listed}}}\n"
-            f"warpwright.swap(model, filter_fn=lambda module, name: name not in leave{fuse})"
-        )
-    else:
-        code = f"warpwright.swap(model, exclude=[{listed}]{fuse})"
+    blocks = _fused_blocks(report, ours)
+    alone = [
+        name
+        for name in names
+        if name not in blocks and any(other.startswith(f"{name}.") for other in swapped)
+    ]
+    whole = [name for name in names if name not in alone]
+    options = [f"exclude=[{', '.join(map(repr, whole))}]"] if whole else []
+    options += ["filter_fn=lambda module, name: name not in leave"] if alone else []
+    options += ["fuse=True"] if ours["name"] == "fused" else []
+    code = f"leave = {{{', '.join(map(repr, alone))}}}\n" if alone else ""
+    code += f"warpwright.swap(model, {', '.join(options)})"
     return [Advice(f"Leave {count} swapped {what} native: slower than native here.", code, -saved)]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import nn as ours
+from . import registry
 from .blocks import base_of
 from .patterns import CONVOLUTIONS, KINDS, NAMES, PATTERNS
 
@@ -41,10 +42,11 @@ def may_be_rewritten(module: nn.Module) -> bool:
         return not isinstance(module, nn.Sequential)
     if any(p is not None for p in module._parameters.values()) and [*module.children()]:
         return True
-    names = _names_in(type(module))
+    names = names_in(type(module))
     if not names.isdisjoint(CATS) and any(type(m) in UPSAMPLING for m in _called_by(module)):
         return True
-    if not names.isdisjoint(FUNCTIONS):
+    # A registered norm calls `mean` too. It changes its class, which needs no trace.
+    if not names.isdisjoint(FUNCTIONS) and registry.find(type(module)) != "":
         return True
     return "permute" in names and not names.isdisjoint(ATTENTION)
 
@@ -54,7 +56,7 @@ def may_have_chains(module: nn.Module) -> bool:
     if not has_own_forward(module):
         return False
     called = {KINDS[type(m)].op for m in _called_by(module) if type(m) in KINDS}
-    called |= {NAMES[name] for name in _names_in(type(module)) if name in NAMES} | {"add"}
+    called |= {NAMES[name] for name in names_in(type(module)) if name in NAMES} | {"add"}
     if "batch_norm" in called and any(type(m) in CONVOLUTIONS for m in _called_by(module)):
         return True
     return any(called.issuperset(pattern.ops) for pattern in PATTERNS)
@@ -69,7 +71,7 @@ def _called_by(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _names_in(kind: type) -> set[str]:
+def names_in(kind: type) -> set[str]:
     functions = (f for base in kind.__mro__ if base is not nn.Module for f in vars(base).values())
     return {
         name for f in functions for name in getattr(getattr(f, "__code__", None), "co_names", ())

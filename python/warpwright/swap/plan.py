@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,9 @@ from torch import nn
 
 from .. import integrations
 from .._arch import why_no_kernel
+from .._catalog import OPS as CATALOG
 from ..functional._pool import WHY_NOT_GLOBAL, is_one
+from .candidates import names_in
 from .classes import (
     CONTAINERS,
     MODULES,
@@ -27,7 +30,16 @@ from .fuse import Fusion, Graphs
 from .fuse import plan as plan_fusions
 from .patterns import KINDS
 from .registry import UNKNOWN, find
-from .report import IS_OURS, NO_LAYER, NO_LAYER_BUT_CALLS, NOTHING, PART, REPLACED, SwapEntry
+from .report import (
+    IS_OURS,
+    NO_LAYER,
+    NO_LAYER_BUT_CALLS,
+    NOTHING,
+    OTHER_NUMBERS,
+    PART,
+    REPLACED,
+    SwapEntry,
+)
 from .residual import plan_blocks
 from .rewrites import plan_rewrites
 from .selection import Exclude, Filter, WhyLeft, selection
@@ -36,7 +48,7 @@ DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
-WITHOUT_LAYER = (NO_LAYER, NO_LAYER_BUT_CALLS, NOTHING)
+WITHOUT_LAYER = (NO_LAYER, NO_LAYER_BUT_CALLS, OTHER_NUMBERS, NOTHING)
 
 # What swap() intends: module -> the class that it gets.
 Chosen = dict[nn.Module, type[nn.Module]]
@@ -168,7 +180,7 @@ def _why_not(
     if op is None:
         if _computes_nothing(module):
             return NOTHING
-        return NO_LAYER if type(module).__module__.startswith("torch.") else NO_LAYER_BUT_CALLS
+        return _why_no_layer(type(module))
     if type(module) in NATIVE_LAYERS:
         return IS_OURS
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
@@ -194,6 +206,20 @@ def _why_not(
             if why is not None:
                 return f"{key}: {why}"
     return why_left(module, name)
+
+
+def _why_no_layer(kind: type[nn.Module]) -> str:
+    if kind is nn.Dropout:
+        return OTHER_NUMBERS
+    is_native = kind.__module__.startswith("torch.")
+    return NO_LAYER if is_native or names_in(kind).isdisjoint(_routed()) else NO_LAYER_BUT_CALLS
+
+
+@functools.cache
+def _routed() -> frozenset[str]:
+    """The names of the functions that ``patch()`` routes."""
+    functions = (route.function for op in CATALOG.values() for route in op.routes)
+    return frozenset(function.__name__ for function in functions)
 
 
 def _computes_nothing(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -17,8 +18,10 @@ if TYPE_CHECKING:  # imported when a report is printed
 
 IS_OURS = "already warpwright's"
 NO_LAYER = "warpwright has no such layer"
-# Of a class that is not torch's, whose code may call functions that warpwright has.
+# Of a class that is not torch's, whose code calls functions that warpwright has.
 NO_LAYER_BUT_CALLS = f"{NO_LAYER}, but patch() routes the functions that it calls"
+# Of nn.Dropout in training.
+OTHER_NUMBERS = "left on purpose: a seed would drop other elements; warpwright.nn.Dropout does so"
 NOTHING = "computes nothing"  # Identity, Dropout in evaluation, Flatten
 PART = "runs as a part of "  # with the name of the module that computes it
 REPLACED = "its forward is replaced on the instance"
@@ -103,17 +106,20 @@ class SwapReport:
         """A sentence, the first column's title and the lines, for modules and for chains."""
         swapped = f"would be {self.DONE}" if self.dry_run else self.DONE
         computing = [e for e in self.entries if not _is_apart(e.reason)]
+        # A module with two ops has two entries.
+        names = {e.name for e in computing}
+        done_names = {e.name for e in self.swapped}
         parts, idle = self.parts, self.computes_nothing
         more = f"; {len(parts)} more run as a part of another" if parts else ""
         more += f"; {len(idle)} more compute nothing" if idle else ""
         yield (
-            f"{f'would {self.VERB}' if self.dry_run else self.DONE} {len(self.swapped)} of {len(computing)} modules"
+            f"{f'would {self.VERB}' if self.dry_run else self.DONE} {len(done_names)} of {len(names)} modules"
             + more,
             "module",
             [
                 *_grouped(
-                    (e.type, e.name, swapped if e.swapped else LEFT, e.note or e.reason)
-                    for e in computing
+                    (e.type, e.name, swapped if e.swapped else LEFT, why)
+                    for e, why in zip(computing, _reasons(computing), strict=True)
                 ),
                 *_grouped((e.type, e.name, IN_PART, e.reason) for e in parts),
                 *_grouped((e.type, e.name, NOTHING, "") for e in idle),
@@ -166,7 +172,16 @@ class SwapReport:
         return self.to_html()
 
     def __str__(self) -> str:
-        return plain_text(self, width=120)
+        return plain_text(self, width=max(120, shutil.get_terminal_size().columns))
+
+
+def _reasons(entries: list[SwapEntry]) -> Iterator[str]:
+    """Of each entry its note or reason; of a further entry of the same module its op."""
+    seen = set()
+    for entry in entries:
+        again = entry.name in seen
+        seen.add(entry.name)
+        yield entry.note or entry.reason or (entry.op if again and entry.op else "")
 
 
 def _is_apart(reason: str) -> bool:
