@@ -92,9 +92,9 @@ class ProfileReport:
                     line += f", {run['communication_ms']:.3f} of communication"
                     line += f" ({run['hidden_ms']:.3f} beside compute)"
                 lines.append(line)
-        if self.speedup is not None:
+        if self.speedup is not None and self.ours is not None:
             lines.append(
-                f"  speed-up {self.speedup:.2f} [{self.speedup_lo:.2f}, {self.speedup_hi:.2f}]; "
+                f"  speed-up of {self.ours['name']} {self.speedup:.2f} [{self.speedup_lo:.2f}, {self.speedup_hi:.2f}]; "
                 f"now {describe_bound(self.bound)}"
             )
         lines += [f"  {note}" for note in self.notes]

@@ -176,7 +176,7 @@ def _why_not(
 ) -> str | None:
     """The first reason to leave ``module`` native; None if it is to be swapped."""
     if isinstance(module, torch.jit.ScriptModule):
-        return "TorchScript module, its class is compiled in"
+        return "TorchScript module, its class is compiled in: swap before scripting"
     if op is None:
         if _computes_nothing(module):
             return NOTHING
