@@ -162,32 +162,6 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
   return cycles;
 }
 
-// Cycles of a tile of several rounds. Up to kShort k tiles the store counts: the times above are
-// fitted to a longer k. In ping-pong a warpgroup has the time of two mainloops for its mainloop and
-// its store. The consumers of 128x64 do nothing else while they store.
-inline double sm90_round_cycles(const Sm90Product& p, GemmTile tile, double mainloop,
-                                int64_t k_tiles) {
-  constexpr int64_t kShort = 4;
-  constexpr double k128x128Store = 1600, k128x192Store = 5000, k64x64Store = 700;
-  constexpr double k128x64Store = 1200;
-  if (p.kind != GemmKind::k16Bit || p.loading != Sm90Loading::kTma || k_tiles > kShort) {
-    return mainloop;
-  }
-  const auto in_turns = [&](double store) { return std::max(mainloop, (mainloop + store) / 2); };
-  switch (tile) {
-    case GemmTile::k128x128:
-      return in_turns(k128x128Store);
-    case GemmTile::k128x192:
-      return in_turns(k128x192Store);
-    case GemmTile::k64x64:
-      return in_turns(k64x64Store);
-    case GemmTile::k128x64:
-      return mainloop + k128x64Store;
-    default:
-      return mainloop;  // the store is counted apart
-  }
-}
-
 // Of all tiles and parts, without the sum of the parts. The operands come from memory once.
 inline double sm90_product_cycles(const Sm90Product& p, GemmTile tile, int splits,
                                   const DeviceInfo& device) {
@@ -210,9 +184,34 @@ inline double sm90_product_cycles(const Sm90Product& p, GemmTile tile, int split
   if (exposed) first_and_last *= static_cast<double>(rounds);
   const double memory_cycles = static_cast<double>(p.m + p.n) * static_cast<double>(p.k) *
                                static_cast<double>(gemm_kind_size(p.kind)) / kMemoryBytesPerCycle;
-  const double mainloop = static_cast<double>(k_tiles) * tile_cycles;
-  const double round = rounds > 1 ? sm90_round_cycles(p, tile, mainloop, k_tiles) : mainloop;
-  return first_and_last + std::max(static_cast<double>(rounds) * round, memory_cycles);
+  return first_and_last +
+         std::max(static_cast<double>(rounds * k_tiles) * tile_cycles, memory_cycles);
+}
+
+// What the stores of several rounds add if k is short. The cycles of a k tile are fitted to a
+// longer k, which hides them. In ping-pong a warpgroup has the time of two mainloops for its
+// mainloop and its store. The consumers of 128x64 do nothing else while they store. It ranks the
+// tiles of this path; the estimates of other paths leave their stores out too.
+inline double sm90_store_cycles(const Sm90Product& p, GemmTile tile, int splits,
+                                const DeviceInfo& device) {
+  constexpr int64_t kShort = 4;  // k tiles
+  constexpr double k128x128 = 1600, k128x192 = 5000, k64x64 = 700, k128x64 = 1200;
+  const Sm90TileShape shape = sm90_tile(p.loading, tile);
+  const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n) * splits;
+  const int64_t rounds = ceil_div(tiles, device.num_sms);
+  const int64_t k_tiles = ceil_div(ceil_div(p.k * gemm_kind_size(p.kind), 128), splits);
+  if (p.kind != GemmKind::k16Bit || p.loading != Sm90Loading::kTma || k_tiles > kShort ||
+      rounds == 1) {
+    return 0;
+  }
+  const double mainloop = static_cast<double>(k_tiles) * sm90_tile_cycles(p, tile, rounds);
+  const auto in_turns = [&](double store) { return std::max(0.0, (store - mainloop) / 2); };
+  const double per_tile = tile == GemmTile::k128x128   ? in_turns(k128x128)
+                          : tile == GemmTile::k128x192 ? in_turns(k128x192)
+                          : tile == GemmTile::k64x64   ? in_turns(k64x64)
+                          : tile == GemmTile::k128x64  ? k128x64
+                                                       : 0;  // counted as exposed
+  return static_cast<double>(rounds) * per_tile;
 }
 
 constexpr double kSecondLaunchCycles = 2500;

@@ -239,7 +239,7 @@ inline Sm90Product sm90_product(const GemmParams& p, const GemmPlan& plan) {
 inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan& plan) {
   const Sm90Product product = sm90_product(p, plan);
   const int64_t k_tiles = ceil_div(p.k * dtype_size(p.dtype()), 128);
-  double best = -1;
+  double best = -1, cycles_of_best = -1;
   for (GemmTile tile : kSm90Tiles) {
     if (!has_sm90_tile(plan.kind, plan.loading, tile, p.a.major, p.b.major)) continue;
     if (tile == GemmTile::k192x192 && p.preactivation != nullptr) continue;  // one store buffer
@@ -251,14 +251,16 @@ inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, Ge
         return;
       }
       const double cycles = estimate_sm90_cycles(product, tile, splits, device);
-      if (best < 0 || cycles < best) {
-        best = cycles;
+      const double rank = cycles + sm90_store_cycles(product, tile, splits, device);
+      if (best < 0 || rank < best) {
+        best = rank;
+        cycles_of_best = cycles;
         plan.tile = tile;
         plan.splits = splits;
       }
     });
   }
-  return best;
+  return cycles_of_best;
 }
 
 // The weight's gradient on wgmma can compute the bias gradient too: sums over k of A, which is

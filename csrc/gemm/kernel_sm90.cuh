@@ -131,6 +131,27 @@ __device__ __forceinline__ void for_blocks(V (&d)[kBlocks][kRegs], F&& f) {
   }
 }
 
+// A consumer's part of the tile `at`, from row first_row of the tile and column `col` of D.
+template <class Tile, class Loading, class Store, class Accumulator, class Bias, class Output>
+__device__ __forceinline__ void store_tile(Store& store, Accumulator& d, const Bias& bias,
+                                           const Output& output, const TileCoord& at,
+                                           ClusterPlace cluster, int first_row, int col,
+                                           bool rounds_tiles) {
+  if constexpr (Tile::kMnMajorTf32) {
+    store.store(d, bias, output, at.split, first_n<Tile>(at, cluster),
+                first_col<Tile>(at, cluster, first_row));
+  } else if (rounds_tiles) {
+    if constexpr (kHasShortEpilogue<Store>) {
+      store.store_boxes(d, output, first_m<Tile>(at) + first_row, col);
+    }
+  } else {
+    for_blocks<kRolls<Tile, Loading>>(d, [&](auto& values, int i) {
+      store.store(values, bias, output, at.split, first_m<Tile>(at) + first_row + i * 64,
+                  Tile::kTight ? first_col<Tile>(at, cluster, first_row) : col);
+    });
+  }
+}
+
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major, in fp32 or
 // the operands' type. With splits D is its fp32 parts (splits, m, n). If A is MN-major and has 32
 // bits, A and m are B and n of GemmParams.
@@ -216,20 +237,8 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           p.operands.template recompute<Tile>(d[0], first_m<Tile>(at) + first_row,
                                               first_n<Tile>(at, cluster), at.k_begin, at.k_end);
         }
-        const TileCoord at = coordinates();
-        if constexpr (Tile::kMnMajorTf32) {
-          store.store(d, bias, p.output, at.split, first_n<Tile>(at, cluster),
-                      first_col<Tile>(at, cluster, first_row));
-        } else if (rounds_tiles) {
-          if constexpr (kHasShortEpilogue<Store>) {
-            store.store_boxes(d, p.output, first_m<Tile>(at) + first_row, col);
-          }
-        } else {
-          for_blocks<kRolls<Tile, Loading>>(d, [&](auto& values, int i) {
-            store.store(values, bias, p.output, at.split, first_m<Tile>(at) + first_row + i * 64,
-                        Tile::kTight ? first_col<Tile>(at, cluster, first_row) : col);
-          });
-        }
+        store_tile<Tile, Loading>(store, d, bias, p.output, coordinates(), cluster, first_row, col,
+                                  rounds_tiles);
       }
       if constexpr (requires { store.finish(p.output); }) {
         store.finish(p.output);

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from .. import nn as ours
-from . import registry
 from .blocks import base_of
 from .patterns import CONVOLUTIONS, KINDS, NAMES, PATTERNS
 
@@ -45,8 +44,7 @@ def may_be_rewritten(module: nn.Module) -> bool:
     names = names_in(type(module))
     if not names.isdisjoint(CATS) and any(type(m) in UPSAMPLING for m in _called_by(module)):
         return True
-    # A registered norm calls `mean` too. It changes its class, which needs no trace.
-    if not names.isdisjoint(FUNCTIONS) and registry.find(type(module)) != "":
+    if not names.isdisjoint(FUNCTIONS):
         return True
     return "permute" in names and not names.isdisjoint(ATTENTION)
 

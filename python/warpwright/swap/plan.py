@@ -127,8 +127,8 @@ def plan_swap(
             return f"{entry.op} is not in ops"
         return why_left(module, entry.name)
 
-    # A layer that calls others and runs on an op of ours has no chain of its own.
-    whole = {m for m in entries if (m in chosen or type(m) in NATIVE_LAYERS) and [*m.children()]}
+    # A layer that runs on an op of ours has no chain of its own, and needs no trace.
+    whole = {m for m in entries if m in chosen or type(m) in NATIVE_LAYERS}
     found = plan_fusions(model, why_not_fused, wanted, whole)
     for module, kind in found.classes.items():
         chosen[module] = kind
