@@ -164,7 +164,7 @@ def test_stage_agrees_with_native(make, train, autocast, device, taken):
     native, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     swap(model, fuse=True)
     sums = []
-    for seed in range(4):
+    for seed in range(8):
         torch.manual_seed(seed)
         x = images(device)
         taken.clear()
@@ -179,7 +179,7 @@ def test_stage_agrees_with_native(make, train, autocast, device, taken):
     # Of 16 numbers the error is chance, also after some inputs; the mean over all tensors is not.
     ours, native_error = sum(sums).unbind(1)
     ratios = ours / (native_error + 1e-6)
-    assert ratios.max() <= 2
+    assert ratios.max() <= 1.5
     assert ratios.mean() <= 1.2
 
 

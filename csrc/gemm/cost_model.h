@@ -162,6 +162,19 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
   return cycles;
 }
 
+// The tiles that the busiest SM computes, and the k tiles of 128 bytes of each.
+struct Sm90Schedule {
+  int64_t rounds, k_tiles;
+};
+
+inline Sm90Schedule sm90_schedule(const Sm90Product& p, GemmTile tile, int splits,
+                                  const DeviceInfo& device) {
+  const Sm90TileShape shape = sm90_tile(p.loading, tile);
+  const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n) * splits;
+  return {ceil_div(tiles, device.num_sms),
+          ceil_div(ceil_div(p.k * gemm_kind_size(p.kind), 128), splits)};
+}
+
 // Of all tiles and parts, without the sum of the parts. The operands come from memory once.
 inline double sm90_product_cycles(const Sm90Product& p, GemmTile tile, int splits,
                                   const DeviceInfo& device) {
@@ -169,16 +182,14 @@ inline double sm90_product_cycles(const Sm90Product& p, GemmTile tile, int split
   constexpr double kFirstAndLastTransposed = 5500, kFirstAndLastWide16Bit = 5500;
   constexpr double kFirstAndLast192 = 8000;
   constexpr double kMemoryBytesPerCycle = 2500;
-  const Sm90TileShape shape = sm90_tile(p.loading, tile);
-  const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n) * splits;
-  const int64_t rounds = ceil_div(tiles, device.num_sms);
-  const int64_t k_tiles = ceil_div(ceil_div(p.k * gemm_kind_size(p.kind), 128), splits);
+  const auto [rounds, k_tiles] = sm90_schedule(p, tile, splits, device);
   const double tile_cycles = sm90_tile_cycles(p, tile, rounds);
   // No other mainloop overlaps the store of a 128 x 256 tile or of split operands.
   const bool exposed =
       tile == GemmTile::k128x256 || tile == GemmTile::k192x192 || p.loading == Sm90Loading::kSplit;
-  double first_and_last =
-      shape.blk_n == 192 ? kFirstAndLast192 : kFirstAndLast[static_cast<int>(tile)];
+  double first_and_last = sm90_tile(p.loading, tile).blk_n == 192
+                              ? kFirstAndLast192
+                              : kFirstAndLast[static_cast<int>(tile)];
   if (p.loading == Sm90Loading::kTransposed) first_and_last = kFirstAndLastTransposed;
   if (is_wide_16bit(p, tile)) first_and_last = kFirstAndLastWide16Bit;
   if (exposed) first_and_last *= static_cast<double>(rounds);
@@ -196,10 +207,7 @@ inline double sm90_store_cycles(const Sm90Product& p, GemmTile tile, int splits,
                                 const DeviceInfo& device) {
   constexpr int64_t kShort = 4;  // k tiles
   constexpr double k128x128 = 1600, k128x192 = 5000, k64x64 = 700, k128x64 = 1200;
-  const Sm90TileShape shape = sm90_tile(p.loading, tile);
-  const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n) * splits;
-  const int64_t rounds = ceil_div(tiles, device.num_sms);
-  const int64_t k_tiles = ceil_div(ceil_div(p.k * gemm_kind_size(p.kind), 128), splits);
+  const auto [rounds, k_tiles] = sm90_schedule(p, tile, splits, device);
   if (p.kind != GemmKind::k16Bit || p.loading != Sm90Loading::kTma || k_tiles > kShort ||
       rounds == 1) {
     return 0;

@@ -1,5 +1,5 @@
-// D of a product on sm_90a, as a kernel's parameter: where it lies, and what it passes through on
-// its way there (tile/epilogue_sm90.cuh).
+// The kernel parameter that describes D of a product on sm_90a: its address and layout, and the
+// bias and the activation that the epilogue applies (tile/epilogue_sm90.cuh).
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,6 @@
 #include "common/switch.h"
 #include "device/vec.cuh"
 #include "host/launch.h"
-#include "ops/conv2d/cuda/sm90/launch.h"
 #include "ops/conv_transpose2d/cuda/launch.h"
 
 namespace warpwright {
@@ -59,30 +58,6 @@ void add_channel_bias(const ConvTranspose2dParams& p, cudaStream_t stream) {
   });
 }
 
-// ---- a gradient with a pitch ----
-
-template <class T>
-void launch_pitched(const ConvTranspose2dBackwardParams& p, const ConvTranspose2dBackwardPlan& plan,
-                    void* workspace, cudaStream_t stream) {
-  if (plan.input) {
-    launch_tma_im2col_fprop<T>({p.shape, p.grad_output, p.weight, nullptr, p.grad_input, p.pitch},
-                               std::get<TmaIm2colConfig>(plan.input->kernel), stream);
-  }
-  if (plan.weight) {
-    Conv2dBackwardParams wgrad{};
-    wgrad.shape = p.shape;
-    wgrad.grad_output = p.input;
-    wgrad.input = p.grad_output;
-    wgrad.input_pitch = p.pitch;
-    wgrad.grad_weight = p.grad_weight;
-    launch_tma_im2col_wgrad<T>(wgrad, std::get<TmaIm2colConfig>(plan.weight->kernel), workspace,
-                               stream);
-  }
-  if (plan.bias) {
-    launch_column_sum(pitched_bias_columns(p), plan.bias->kernel.columns, workspace, stream);
-  }
-}
-
 }  // namespace
 
 void launch_conv_transpose2d(const ConvTranspose2dParams& p, const ConvTranspose2dPlan& plan,
@@ -106,25 +81,25 @@ void launch_conv_transpose2d(const ConvTranspose2dParams& p, const ConvTranspose
 void launch_conv_transpose2d_backward(const ConvTranspose2dBackwardParams& p,
                                       const ConvTranspose2dBackwardPlan& plan, void* workspace,
                                       cudaStream_t stream) {
-  if (p.is_pitched()) {
-    return p.shape.dtype == DType::kBFloat16 ? launch_pitched<bf16>(p, plan, workspace, stream)
-                                             : launch_pitched<half>(p, plan, workspace, stream);
-  }
+  const int64_t pitch = p.is_pitched() ? p.pitch : 0;
   if (plan.input) {
-    launch_conv2d({p.shape, p.grad_output, p.weight, nullptr, p.grad_input}, *plan.input, workspace,
-                  stream);
+    launch_conv2d({p.shape, p.grad_output, p.weight, nullptr, p.grad_input, pitch}, *plan.input,
+                  workspace, stream);
   }
   if (plan.weight) {
     Conv2dBackwardParams wgrad{};
     wgrad.shape = p.shape;
     wgrad.grad_output = p.input;
     wgrad.input = p.grad_output;
+    wgrad.input_pitch = pitch;
     wgrad.grad_weight = p.grad_weight;
     Conv2dBackwardPlan conv{};
     conv.weight = plan.weight;
     launch_conv2d_backward(wgrad, conv, workspace, stream);
   }
-  if (plan.bias) {
+  if (plan.bias && p.is_pitched()) {
+    launch_column_sum(pitched_bias_columns(p), plan.bias->kernel.columns, workspace, stream);
+  } else if (plan.bias) {
     Conv2dBackwardParams sums{};
     sums.shape = bias_shape(p.shape);
     sums.grad_output = p.grad_output;
