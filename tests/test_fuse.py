@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as native
 
 import warpwright
-from warpwright import SwapCheckError, swap, swapped, unswap
+from warpwright import SwapCheckError, _running_statistics, swap, swapped, unswap
+from warpwright.functional import _conv_norm
 from warpwright.swap import blocks, patterns
 from warpwright.testing import assert_same
 
@@ -312,6 +313,24 @@ def test_compile(model, images, dynamic):
     unswap(model)
     torch.testing.assert_close(compiled(images), model(images))
     assert "warpwright" not in graphs[-1]
+
+
+def test_compile_with_statistics(model, images, monkeypatch):
+    """One graph, too, with the operators that 16-bit images get on a GPU."""
+    for module in (_running_statistics, _conv_norm):
+        monkeypatch.setattr(module, "takes_statistics", lambda *_: True)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    swap(model, fuse=True)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(images), twin(images))
+    assert "warpwright.conv2d_batch_norm" in graphs[-1]
+    assert "warpwright.conv2d(" not in graphs[-1]
 
 
 def test_autocast(model, images):

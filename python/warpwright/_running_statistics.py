@@ -24,7 +24,7 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
     def _normalize(
         self,
         *tensors: Tensor,
-        functional: str | Callable[..., Tensor] = "",
+        functional: str | Callable[..., Tensor] | None = None,
         left_out: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
@@ -32,7 +32,8 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
 
         ``left_out``: the bias that the convolution before did not add (``_leaves_out_bias``).
         """
-        functional = functional or self._functional
+        if functional is None:  # Dynamo cannot take a nested function's truth value
+            functional = self._functional
         function = getattr(F, functional) if isinstance(functional, str) else functional
         self._check_input_dim(tensors[0])
         tracks = self.training and self.track_running_stats
