@@ -251,6 +251,7 @@ def test_step_rows():
         ("native", "nchw"),
         ("warpwright", "nhwc"),
         ("native", "nhwc"),
+        ("warpwright_fused", "nchw"),
         ("warpwright_fused", "nhwc"),
     ]
     assert all(r["throttled"] == [] for r in record["rows"])
@@ -264,9 +265,12 @@ def test_step_variants():
     def names(asked, device="cuda"):
         return [v.impl for v in steps.variants(tiny_workload(), asked, device)]
 
-    assert names(("native",), "cpu") == ["warpwright", "native", "warpwright", "warpwright_fused"]
+    ours = ["warpwright", "warpwright_fused", "warpwright_fused"]
+    assert names(("native",), "cpu") == ["warpwright", "native", *ours]
     captured = names(("native", "channels_last", "compile", "cudagraph"))
     assert {"cudagraph", "warpwright_cudagraph", "compile", "compile_cudagraph"} <= {*captured}
+    assert {"warpwright_compile", "warpwright_compile_cudagraph"} <= {*captured}
+    assert captured.count("warpwright_fused_cudagraph") == 2  # of both layouts
 
 
 def test_a_step_with_another_loss_is_marked(monkeypatch):

@@ -86,14 +86,12 @@ def test_swapped_models_compile_whole(name, impl):
 
 @models
 def test_implementations_have_a_place(name):
-    """Native, compiled, ours plain, fused, captured and, for transformers, compiled."""
+    """Native, compiled; ours plain, fused, captured and compiled."""
     workload = workload_of(name)
     found = steps.variants(workload, ("native", "compile", "cudagraph"), "cuda")
     impls = {v.impl for v in found}
     assert {"native", "compile", "warpwright", "warpwright_fused"} <= impls
-    assert {"cudagraph", "warpwright_fused_cudagraph"} <= impls
-    if MODELS[name][1] == "transformers":
-        assert "warpwright_compile" in impls
+    assert {"cudagraph", "warpwright_fused_cudagraph", "warpwright_compile"} <= impls
 
 
 @pytest.mark.parametrize("name", ["gpt2_small_step", "unet_step"])

@@ -72,7 +72,7 @@ def fuzz(options: Options) -> list[Row]:
     """Random well-formed calls; the options' seed chooses them."""
     environment = {"WARPWRIGHT_FUZZ_CASES": str(options.cases), "WARPWRIGHT_FUZZ_RANDOM": "1"}
     arguments = ["test_fuzz.py", "test_fuzz_fused.py", f"--hypothesis-seed={options.seed}"]
-    arguments += ["--timeout=0", "-k", options.device if options.device == "cuda" else "not cuda"]
+    arguments += [*IN_PARALLEL, "-k", options.device if options.device == "cuda" else "not cuda"]
     found = pytest(arguments, environment, options.minutes * 60)
     tests = len(found.passed) + len(found.failed)
     return [

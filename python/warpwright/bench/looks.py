@@ -73,6 +73,8 @@ BASE = {
     "warpwright_cudagraph": "warpwright",
     "warpwright_fused": "warpwright",
     "warpwright_fused_cudagraph": "warpwright",
+    "warpwright_compile": "warpwright",
+    "warpwright_compile_cudagraph": "warpwright",
     "compile_cudagraph": "compile",
     "swapped": "warpwright",
     "fused": "warpwright",
@@ -81,6 +83,8 @@ HATCHES = {
     "warpwright_cudagraph": "///",
     "warpwright_fused": "\\\\\\",
     "warpwright_fused_cudagraph": "xxx",
+    "warpwright_compile": "---",
+    "warpwright_compile_cudagraph": "+++",
     "compile_cudagraph": "///",
     "fused": "\\\\\\",
 }

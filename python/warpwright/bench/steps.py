@@ -13,7 +13,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +126,19 @@ def variants(workload: Workload, peers: Sequence[str], device: str) -> list[Vari
         found.append(Variant("warpwright", layout, swap_both, patched=True))
         if layout != NHWC or "channels_last" in peers or len(workload.layouts) == 1:
             found.append(Variant("native", layout, peer="native"))
-    found.append(fused_variant(best))
-    if device == "cuda" and "cudagraph" in peers:
+    found += [fused_variant(layout) for layout in workload.layouts]
+    captures = device == "cuda" and "cudagraph" in peers
+    if captures:
         found.append(Variant("warpwright_cudagraph", best, swap_both, patched=True, captured=True))
-        found.append(fused_variant(best, captured=True))
+        found += [fused_variant(layout, captured=True) for layout in workload.layouts]
         found.append(Variant("cudagraph", best, captured=True, peer="cudagraph"))
     if "compile" in peers:
-        found.append(Variant("compile", best, compiled=True, peer="compile"))
-        if device == "cuda" and "cudagraph" in peers:
-            found.append(
-                Variant("compile_cudagraph", best, compiled=True, captured=True, peer="compile")
-            )
+        compiled = Variant("compile", best, compiled=True, peer="compile")
+        ours_compiled = replace(fused_variant(best), impl="warpwright_compile", compiled=True)
+        found += [compiled, ours_compiled]
+        if captures:
+            found.append(replace(compiled, impl="compile_cudagraph", captured=True))
+            found.append(replace(ours_compiled, impl="warpwright_compile_cudagraph", captured=True))
     if "max-autotune" in peers:
         found.append(Variant("max-autotune", best, compiled=True, peer="max-autotune"))
     return found
