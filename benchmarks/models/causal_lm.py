@@ -64,7 +64,7 @@ def variants(peers: Sequence[str], device: str) -> list[Variant]:
         found.append(fused_variant(ROWS, captured=True))
     if "compile" in peers:
         compiled = {"compiled": True, "peer": "compile"}
-        ours_compiled = Variant("warpwright_compile", ROWS, swap_both, patched=True, compiled=True)
+        ours_compiled = replace(fused_variant(ROWS), impl="warpwright_compile", compiled=True)
         found += [
             Variant("compile", ROWS, **compiled),
             Variant("compile_causal", ROWS, keep_the_flag, **compiled),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ from warpwright.bench.steps import ROWS, Variant, Workload, fused_variant, swap_
 
 def variants(peers: Sequence[str], device: str) -> list[Variant]:
     """Native and compiled; ours eager, fused, compiled and captured."""
-    ours: dict[str, Any] = {"patched": True}
     found = [
-        Variant("warpwright", ROWS, swap_both, **ours),
+        Variant("warpwright", ROWS, swap_both, patched=True),
         Variant("native", ROWS, peer="native"),
         fused_variant(ROWS),
     ]
@@ -37,7 +37,7 @@ def variants(peers: Sequence[str], device: str) -> list[Variant]:
     if "compile" in peers:
         found += [
             Variant("compile", ROWS, compiled=True, peer="compile"),
-            Variant("warpwright_compile", ROWS, swap_both, compiled=True, peer="compile", **ours),
+            replace(fused_variant(ROWS), impl="warpwright_compile", compiled=True),
         ]
     return found
 
