@@ -21,6 +21,8 @@ SHAPES = [
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
 # On a GPU: channels that a block holds, and from the last two on channels that it doesn't.
 LARGE = [(64, 40, 14, 14), (1500, 48), (3, 17, 40, 41), (20, 3, 61, 61), (15, 2, 60, 84)]
+# In rows: vectors of a row that do not divide a block's threads, so that some threads have no rows.
+LARGE += [(300, 24, 9, 9), (33, 72, 10, 11), (9, 144, 12, 12)]
 # Rows. The GPU keeps a part of them on chip from the sums to the result: groups of channels for every other
 # SM, so that few rows are too many; float32 and, in the second, 16-bit types.
 ROWS_IN_PART = [(1700, 2880), (1700, 5760)]

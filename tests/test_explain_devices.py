@@ -158,3 +158,14 @@ def test_parts_fill_the_sms(sms, monkeypatch):
     blocks = math.ceil(size / rows) * math.ceil(size / cols) * parts
     rounds = math.ceil(blocks / sms)
     assert blocks >= 0.9 * rounds * sms
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups"), [(24, 1), (64, 1), (72, 1), (96, 1), (144, 3), (240, 3), (512, 4)]
+)
+def test_rows_leave_few_threads_idle(channels, groups):
+    """Batch norm's groups of channels on 132 SMs: of equal size, if the SMs then have equal shares."""
+    x = half(256, channels, 112, 112).to(memory_format=torch.channels_last)
+    norm = torch.zeros(channels), torch.ones(channels)
+    text = explain("batch_norm", x, *norm, training=True, device="h200")
+    assert f"{groups} group(s) of channels in {132 // groups} split(s)" in text

@@ -176,19 +176,37 @@ inline bool batch_norm_fits_on_chip(const BatchNormExtents& e, int vec, int oper
   return 2 * rounds * device.num_sms <= 3 * e.channels || vectors * 16 <= 65536;
 }
 
+// Rows: the part of the threads that work on channels, of the SMs that have blocks, and of the
+// sectors' bytes that are the tile's own.
+inline double share_of_lanes(int64_t vectors, int lanes, const DeviceInfo& device) {
+  const int64_t tiles = ceil_div<int64_t>(vectors, lanes), sms = device.num_sms;
+  const double channels = static_cast<double>(vectors) / static_cast<double>(tiles * lanes);
+  const double threads = static_cast<double>(kRowsThreads / lanes * lanes) / kRowsThreads;
+  const double blocks =
+      tiles > sms ? 1.0 : static_cast<double>(sms / tiles * tiles) / static_cast<double>(sms);
+  // A sector of 32 bytes holds two vectors. Tiles of an odd number share sectors.
+  const double sectors = tiles == 1 || lanes % 2 == 0 ? 1.0 : lanes / (lanes + 1.0);
+  return channels * threads * blocks * sectors;
+}
+
+// Rows: the widest group of threads, unless a narrower one of at least 64 bytes does better.
+inline int choose_row_lanes(int64_t vectors, int most, const DeviceInfo& device) {
+  constexpr int kLeast = 4;
+  constexpr double kWorth = 1.03;
+  int best = static_cast<int>(std::clamp<int64_t>(vectors, 1, most));
+  double share = share_of_lanes(vectors, best, device);
+  for (int lanes = best - 1; lanes >= kLeast; --lanes) {
+    const double of_these = share_of_lanes(vectors, lanes, device);
+    if (of_these > kWorth * share) best = lanes, share = of_these;
+  }
+  return best;
+}
+
 // Rows: how channels and rows are divided among the SMs.
 inline void share_rows(BatchNormPlan& plan, const BatchNormExtents& e, int most_lanes,
                        const DeviceInfo& device) {
   const int64_t vectors = e.channels / plan.vec;
-  // The widest group of threads that leaves at most a third of its lanes idle.
-  plan.lanes = 1;
-  for (int lanes = most_lanes; lanes >= 1; lanes /= 2) {
-    const int64_t idle = ceil_div(vectors, lanes) * lanes - vectors;
-    if (3 * idle <= vectors) {
-      plan.lanes = lanes;
-      break;
-    }
-  }
+  plan.lanes = choose_row_lanes(vectors, most_lanes, device);
   plan.tiles = ceil_div(vectors, plan.lanes);
   const int64_t row_lanes = kRowsThreads / plan.lanes;
   const int64_t wanted = device.num_sms / std::max<int64_t>(plan.tiles, 1);
@@ -206,7 +224,7 @@ inline bool batch_norm_hold_rows(BatchNormPlan& plan, const BatchNormExtents& e,
   int most_lanes = kRowsMaxLanes;
   while (most_lanes > 1 &&
          int64_t{most_lanes} * most_lanes * plan.vec * plan.vec > 32 * e.channels) {
-    most_lanes /= 2;
+    --most_lanes;
   }
   share_rows(on_chip, e, most_lanes, device);
   const int64_t groups = kRowsThreads / on_chip.lanes;

@@ -10,7 +10,7 @@ constexpr int kMaxTileChannels = kRowsMaxLanes * 8;
 
 struct RowsShape {
   int64_t rows, channels;
-  int lanes;              // power of two
+  int lanes;
   int64_t tiles, splits;  // grid: block = split * tiles + tile
   int64_t rows_per_split;
   bool in_turns;  // of the second pass
@@ -28,6 +28,30 @@ struct RowsShape {
     return min(split * rows_per_split, rows);
   }
   __device__ __forceinline__ int64_t end(int64_t split) const { return begin(split + 1); }
+};
+
+// What a thread of a block has: some channels of every `groups`-th row of the block's split. A rest
+// of fewer threads than lanes has no rows.
+struct RowsThread {
+  int64_t tile, split;
+  int lane, group, groups;
+
+  __device__ __forceinline__ explicit RowsThread(const RowsShape& shape)
+      : tile(blockIdx.x % shape.tiles),
+        split(blockIdx.x / shape.tiles),
+        lane(static_cast<int>(threadIdx.x) % shape.lanes),
+        group(static_cast<int>(threadIdx.x) / shape.lanes),
+        groups(kRowsThreads / shape.lanes) {}
+
+  // The first of its V channels.
+  template <int V>
+  __device__ __forceinline__ int64_t channel(const RowsShape& shape) const {
+    return (tile * shape.lanes + lane) * V;
+  }
+  template <int V>
+  __device__ __forceinline__ bool has_rows(const RowsShape& shape) const {
+    return group < groups && channel<V>(shape) < shape.channels;
+  }
 };
 
 // One vector of each input. A byte of the mask belongs to V consecutive elements.
@@ -78,11 +102,10 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   constexpr int kUnroll = (V == 8 && kRecomputed ? 6 : kRowsUnroll) / Sums::kInputs;
   __shared__ B shared[(2 * V + 1) * kRowsThreads / 2];
 
-  const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
-  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
-  const int groups = kRowsThreads / shape.lanes;
-  const int64_t channel = (tile * shape.lanes + lane) * V;
-  const bool active = channel < shape.channels;
+  const RowsThread thread(shape);
+  const auto [tile, split, lane, group, groups] = thread;
+  const int64_t channel = thread.channel<V>(shape);
+  const bool active = thread.has_rows<V>(shape);
   const int64_t first = shape.begin(split) + group, end = shape.end(split);
 
   Sums sums;
@@ -136,7 +159,7 @@ __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
   const int64_t channel = tile * tile_channels + threadIdx.x % tile_channels;
   Partial<double> total[1] = {{0, 0}};
   double shift = 0;
-  if (channel < shape.channels) {
+  if (group < groups && channel < shape.channels) {
     shift = partials[channel].first;
     for (int64_t base = group; base < shape.splits; base += groups * kBatch) {
       Partial<A> partial[kBatch];
@@ -218,11 +241,11 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   __shared__ double shared[3 * kRowsThreads / 2];
   __shared__ TileCoefficients<Apply> coefficients;
 
-  const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
-  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
-  const int groups = kRowsThreads / shape.lanes, step = groups * kUnroll;
-  const int64_t channel = (tile * shape.lanes + lane) * V;
-  const bool active = !out.none() && channel < shape.channels;
+  const RowsThread thread(shape);
+  const auto [tile, split, lane, group, groups] = thread;
+  const int step = groups * kUnroll;
+  const int64_t channel = thread.channel<V>(shape);
+  const bool active = !out.none() && thread.has_rows<V>(shape);
   const int64_t begin = shape.in_turns ? split * step : shape.begin(split);
   const int64_t end = shape.in_turns ? shape.rows : shape.end(split);
   const int64_t stride = shape.in_turns ? shape.splits * step : step;

@@ -189,11 +189,10 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   extern __shared__ uint4 storage[];
   __shared__ TileCoefficients<Apply> coefficients;
 
-  const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
-  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
-  const int groups = kRowsThreads / shape.lanes;
-  const int64_t channel = (tile * shape.lanes + lane) * V;
-  const bool active = channel < shape.channels;
+  const RowsThread thread(shape);
+  const auto [tile, split, lane, group, groups] = thread;
+  const int64_t channel = thread.channel<V>(shape);
+  const bool active = thread.has_rows<V>(shape);
   const int64_t first = shape.begin(split) + group, end = shape.end(split);
   const int steps = active && first < end ? static_cast<int>((end - 1 - first) / groups) + 1 : 0;
   const Rows rows{in,

@@ -121,17 +121,18 @@ struct MergeSums {
   }
 };
 
-// Merges over `groups` (a power of two) groups of `lanes` consecutive threads, thread = group *
-// lanes + lane. Group 0 gets the result. All threads of the block must call. `shared` holds (2 * V
-// + 1) * blockDim / 2 values of B and may be reused after the next barrier.
+// Merges over `groups` groups of `lanes` consecutive threads, thread = group * lanes + lane.
+// Threads beyond add nothing. Group 0 gets the result. All threads of the block must call. `shared`
+// holds (2 * V + 1) * blockDim / 2 values of B and may be reused after the next barrier.
 template <class Merge, int V, class B>
 __device__ __forceinline__ void block_merge(Partial<B> (&value)[V], B& count, int lanes, int groups,
                                             B* shared) {
   const int group = threadIdx.x / lanes;
   const int pitch = blockDim.x / 2;
-  for (int half = groups / 2; half > 0; half /= 2) {
+  for (int left = groups; left > 1;) {
+    const int half = (left + 1) / 2;  // of an odd number one group waits for the next round
     __syncthreads();
-    if (group >= half && group < 2 * half) {
+    if (group >= half && group < left) {
       B* slot = shared + threadIdx.x - half * lanes;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ void block_merge(Partial<B> (&value)[V], B& count, in
       slot[2 * V * pitch] = count;
     }
     __syncthreads();
-    if (group < half) {
+    if (group < left - half) {
       const B* slot = shared + threadIdx.x;
       const B other_count = slot[2 * V * pitch];
 #pragma unroll
@@ -151,6 +152,7 @@ __device__ __forceinline__ void block_merge(Partial<B> (&value)[V], B& count, in
       }
       count += other_count;
     }
+    left = half;
   }
 }
 
