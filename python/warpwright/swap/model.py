@@ -71,9 +71,10 @@ def swap(
         An entry per module and, with ``fuse``, per chain; and advice on the memory format.
     Raises:
         SwapCheckError: ``check`` found a difference; carries the numbers.
-        TypeError: ``model`` is no module, or ``exclude`` has something else than names and classes.
-        ValueError: ``ops`` has an unknown name, a name or glob of ``exclude`` matches no module, or
-            ``dry_run`` comes with ``check``.
+        TypeError: ``model`` is no module, ``exclude`` has something else than names and classes,
+            ``check`` is no tensor, tuple or dict, or ``loss_fn`` returns no tensor.
+        ValueError: ``ops`` has an unknown name, a name or glob of ``exclude`` matches no module,
+            ``dry_run`` comes with ``check``, or the native model raises on ``check``.
     Warns:
         UserWarning: nothing was swapped; says why.
     """
