@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C, _explain_images, functional
+from . import _C, _explain_cpu, _explain_images, functional
 from ._arch import why_no_kernel
 from ._catalog import FUNCTIONALS, VARIANTS
 from ._explain_common import Arguments, Lines, dtype_name, may_take_sm90, operand_of
@@ -72,16 +72,9 @@ def explain(
         reason = "sparse=True" if arguments["sparse"] else why_no_kernel(arguments["weight"])
     if reason is not None:
         return f"{title}\n  native torch: {reason}"
-    if where.type == "cpu" and name == "conv2d":
-        lines = _explain_images.conv2d_cpu(arguments)
-    elif where.type == "cpu" and name == "conv_transpose2d":
-        lines = _explain_images.conv_transpose2d_cpu(arguments)
-    elif where.type == "cpu" and FUNCTIONALS[name].explain == "fft_conv":
-        lines = _explain_images.fft_conv(arguments, None)
-    elif where.type == "cpu":
-        lines = [
-            ("forward, backward", f"{FUNCTIONALS[name].cpu}, {torch.get_num_threads()} threads")
-        ]
+    if where.type == "cpu":
+        title += f" ({_explain_cpu.machine()})"
+        lines = _explain_cpu.lines_of(name, arguments)
     elif where.type == "cuda":
         gpu, note = (named, f" ({named.num_sms} SMs)") if named else current_gpu(where)
         title += note
