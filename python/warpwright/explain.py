@@ -45,7 +45,7 @@ def explain(
     Returns:
         A line for the call, then a line per kernel: its role, what it takes, and why.
     Raises:
-        ValueError: the op is unknown.
+        ValueError: the op or the device is unknown.
         TypeError: the function does not take these arguments, or the first one is no tensor.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
@@ -65,7 +65,7 @@ def explain(
     if not isinstance(main, Tensor):
         raise TypeError(f"{name}: expected a tensor first, got {type(main).__name__}")
     named = _C.named_devices().get(device) if isinstance(device, str) else None
-    where = torch.device("cuda" if named else device) if device is not None else main.device
+    where = main.device if device is None else _device("cuda" if named else device)
     title = f"{name}, {dtype_name(main)} {tuple(main.shape)} on {device if named else where}"
     reason = why_no_kernel(main, any_dtype=FUNCTIONALS[name].integers)
     if name == "embedding":
@@ -83,6 +83,16 @@ def explain(
         lines = [("forward, backward", "shapes only: no kernel runs on a meta tensor")]
     width = max(len(role) for role, _ in lines)
     return "\n".join([title, *(f"  {role:<{width}}  {text}" for role, text in lines)])
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        gpus = ", ".join(map(repr, _C.named_devices()))
+        raise ValueError(
+            f"device: expected a torch.device, 'cpu', 'cuda' or one of {gpus}, got {device!r}"
+        ) from None
 
 
 def _elementwise(op: Callable[..., Lines], a: Arguments, gpu: _C.DeviceInfo) -> Lines:
