@@ -96,7 +96,7 @@ inline const char* why_ours_is_faster(ConvDirection direction, const Conv2dShape
 inline const char* why_not_onednn(ConvDirection direction, const Conv2dShape& s,
                                   const Conv2dCpu& cpu) {
   if (!cpu.onednn) return "oneDNN is off";
-  if (s.dtype != DType::kFloat32) return "oneDNN's kernels run in float32 only";
+  if (s.dtype != DType::kFloat32) return "oneDNN is taken for float32 only";
   // Smaller products end before oneDNN has looked up its kernel.
   constexpr double kMinProducts = 1 << 18;
   const double products = output_pixels(s) * static_cast<double>(s.k * s.group_c() * s.taps());
