@@ -237,8 +237,8 @@ def test_bad_input(device):
         return torch.ones(sizes, device=device, dtype=dtype)
 
     for arguments, text in (
-        ((t(4), t(5)), "must match the size"),
-        ((t(4), torch.ones(4, device="meta")), "gated_activation: up: expected device"),
+        ((t(4), t(5)), "swiglu: gate and up: expected shapes that broadcast"),
+        ((t(4), torch.ones(4, device="meta")), "swiglu: up: expected device"),
         ((t(2, 3),), r"gate: expected an even last dimension.*got shape \[2, 3\]"),
         ((t(),), "gate: expected an even last dimension"),
     ):

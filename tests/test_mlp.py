@@ -191,11 +191,13 @@ def test_transforms():
 
 def test_errors_name_the_argument():
     x, w1, b1, w2, b2 = operands("cpu", torch.float32)
-    with pytest.raises(RuntimeError, match="activation: expected relu, gelu"):
+    with pytest.raises(RuntimeError, match="activation: expected one of 'relu', 'gelu'"):
         F.mlp(x, w1, b1, w2, b2, "elu")
-    with pytest.raises(RuntimeError, match="expected 24 features, got 23"):
+    with pytest.raises(RuntimeError, match="mlp: input: expected 24 features, got 23"):
         F.mlp(x[..., :-1], w1, b1, w2, b2)
-    with pytest.raises(RuntimeError, match="expected 39 features, got 40"):
+    with pytest.raises(
+        RuntimeError, match="mlp: weight2: expected 40 columns, the rows of weight1, got 39"
+    ):
         F.mlp(x, w1, b1, w2[:, :-1], b2)
     with pytest.raises(RuntimeError, match="same dtype"):
         F.mlp(x, w1, b1, w2.double(), b2)

@@ -94,9 +94,23 @@ def test_flame(report):
             assert bars[child]["top"] == block["top"] + 1
         # The model's order, not the times'.
         assert bars["block.<b>"]["end"] <= bars["block.norm"]["start"]
-        assert bars["block.<b>"]["kind"] == "slower than native"
-        assert bars["block.norm"]["kind"] == "faster than native"
     assert not [v for v in values if v["run"] == "fused" and v["name"].startswith("block.act")]
+
+
+def test_flame_compares_each_run_with_native(report):
+    """A run's bars have its own result, and native's, which is the measure, none."""
+    kinds = {}
+    for value in charts.flame_values(report, [*RUNS]):
+        native, mine = float(value["native ms"]), float(value[f"{value['run']} ms"])
+        kinds.setdefault(value["run"], set()).add(value["kind"])
+        if value["kind"] == "faster than native":
+            assert mine < native
+        elif value["kind"] == "slower than native":
+            assert mine > native
+        else:
+            assert value["run"] == "native" or not native or mine == pytest.approx(native, rel=0.02)
+    assert kinds["native"] == {"native, or no difference"}
+    assert kinds["swapped"] == kinds["fused"] == {*charts.KINDS}
 
 
 def options_of(code):

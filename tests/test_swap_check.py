@@ -272,10 +272,75 @@ def test_check_measures_a_mean_by_its_terms(device, monkeypatch):
 
 def test_check_restores_when_the_model_raises(model, monkeypatch):
     before = classes(model)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="check: expected inputs that the native model takes"):
         swap(model, check=torch.randn(1))
     monkeypatch.setattr(warpwright.nn.Linear, "forward", lambda self, x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         swap(model, check=torch.randn(4, 3, 32, 32, device=next(model.parameters()).device))
     assert classes(model) == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x, scale, bias=None):
+        return self.head(x) * scale
+
+
+@pytest.mark.parametrize(
+    ("inputs", "raised", "words"),
+    [
+        (torch.ones(3, 5), TypeError, ["got TwoInputs(float32 (3, 5) on cpu)", "'scale'"]),
+        (
+            (torch.ones(3, 5), 2.0),
+            RuntimeError,
+            ["got TwoInputs(float32 (3, 5) on cpu, float)", "(3x5 and 4x2)", "in head (Linear)"],
+        ),
+        (
+            {"x": torch.ones(3, 4).long(), "scale": None},
+            RuntimeError,
+            ["got TwoInputs(x=int64 (3, 4) on cpu, scale=None)", "same dtype", "in head (Linear)"],
+        ),
+        ({"y": torch.ones(3, 4)}, TypeError, ["got TwoInputs(y=float32 (3, 4) on cpu)", "'y'"]),
+    ],
+)
+def test_check_names_inputs_that_native_refuses(inputs, raised, words):
+    model = nn.Sequential(nn.ReLU(), TwoInputs())[1]
+    before, random = classes(model), torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"^check: expected inputs that") as error:
+        swap(model, check=inputs)
+    text = str(error.value)
+    for word in (*words, "TwoInputs.forward(x, scale, bias=)", raised.__name__):
+        assert word in text
+    assert text.endswith("Nothing was swapped")
+    assert isinstance(error.value.__cause__, raised)
+    assert classes(model) == before
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_check_names_a_backward_that_native_refuses():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x).exp()
+            return y.add_(1)
+
+    with pytest.raises(ValueError, match=r"check: .* modified by an inplace operation"):
+        swap(InPlace(), check=torch.ones(2, 4))
+
+
+def test_check_names_a_bad_loss():
+    for loss, error, words in (
+        (lambda out: 1.0, TypeError, "loss_fn: expected it to return a scalar tensor, got float"),
+        (lambda out: out, ValueError, r"loss_fn: expected .* scalar tensor, got shape \(2, 3\)"),
+    ):
+        model = nn.Sequential(nn.Linear(4, 3))
+        with pytest.raises(error, match=words):
+            swap(model, check=torch.ones(2, 4), loss_fn=loss)
+        assert type(model[0]) is nn.Linear

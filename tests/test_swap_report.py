@@ -1,6 +1,7 @@
 """swap's report: a dry run, HTML for notebooks, and names that look like markup."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -95,3 +96,51 @@ def test_long_names_are_folded_and_not_cut():
     text = "".join(str(swap(model, dry_run=True)).split())
     assert f"{name}.0" in text
     assert f"{name}.1" in text
+
+
+class Deep(nn.Module):
+    """Layers whose names have 80 columns, in parts of 20 and 28."""
+
+    def __init__(self):
+        super().__init__()
+        self.vision_encoder_block = nn.Module()
+        self.vision_encoder_block.self_attention_with_a_window = nn.Module()
+        inner = self.vision_encoder_block.self_attention_with_a_window
+        inner.relative_position_projection = nn.Sequential(nn.Linear(2, 2), nn.Mish(), nn.ReLU())
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120, 200])
+def test_names_are_broken_at_dots_in_any_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    report = swap(Deep(), dry_run=True)
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= columns
+    for entry in report.entries:
+        # Each line has whole parts of the name.
+        parts = r"(?:\n *)?\.".join(map(re.escape, entry.name.split(".")))
+        assert re.search(parts, str(report)), entry.name
+        assert f"<td>{entry.name}</td>" in report.to_html() or entry.reason
+    assert ("module" in lines[1].split()) == (columns >= 120), "a table has room for whole names"
+
+
+def test_a_narrow_report_is_a_list(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert str(swap(Deep(), dry_run=True)).splitlines() == [
+        "would swap 2 of 3 modules",
+        "nn.Linear × 1: would be swapped",
+        "    vision_encoder_block.self_attention_with_a_window",
+        "    .relative_position_projection.0",
+        "nn.Mish × 1: left",
+        "    warpwright has no such layer:",
+        "    vision_encoder_block.self_attention_with_a_window",
+        "    .relative_position_projection.1",
+        "nn.ReLU × 1: would be swapped",
+        "    vision_encoder_block.self_attention_with_a_window",
+        "    .relative_position_projection.2",
+    ]
+
+
+def test_text_that_goes_to_a_file_is_wide(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.__stdout__", None)
+    assert 80 < max(map(len, str(swap(Deep(), dry_run=True)).splitlines())) <= 120

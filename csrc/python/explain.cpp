@@ -293,7 +293,7 @@ Lines explain_conv2d_cpu(const std::string& dtype, const TensorLayout& input,
                          bool onednn, bool avx512) {
   const Conv2dShape s = conv2d_shape(dtype, input, weight, output, channels_last, window, groups);
   auto line = [&](ConvDirection direction) {
-    return describe(choose_conv2d_cpu_path(direction, s, {onednn, avx512}));
+    return describe_conv2d_cpu(direction, s, {onednn, avx512});
   };
   return {{"forward", line(ConvDirection::kFprop)},
           {"grad_input", line(ConvDirection::kDgrad)},

@@ -96,7 +96,7 @@ Lines explain_conv_transpose2d_cpu(const std::string& dtype, const TensorLayout&
   const Conv2dShape s =
       transposed_shape(dtype, input, weight, output, pixels, channels_last, window, groups);
   auto line = [&](ConvDirection direction) {
-    return describe(choose_conv2d_cpu_path(direction, s, {onednn, avx512}));
+    return describe_conv2d_cpu(direction, s, {onednn, avx512});
   };
   return {{"forward", line(ConvDirection::kDgrad)},
           {"grad_input", line(ConvDirection::kFprop)},

@@ -75,6 +75,9 @@ bool is_dense(Axes axes) {
   return true;
 }
 
+constexpr const char* kGradientByFormula =
+    "ATen's formula: the input is not dense, or has many axes";
+
 // The kernel that writes the gradient of amax, logsumexp, var and std, or ATen's operators.
 std::string describe_gradient(DType dtype, const TensorLayout& input, Axes axes) {
   ReductionGradientParams p{};
@@ -82,7 +85,7 @@ std::string describe_gradient(DType dtype, const TensorLayout& input, Axes axes)
   p.input = reinterpret_cast<const void*>(input.address);
   const bool dense = is_dense(axes);
   p.layout = gradient_layout(axes.data(), static_cast<int>(axes.size()));
-  if (!dense || !p.layout.fits) return "ATen's formula: the input is not dense, or has many axes";
+  if (!dense || !p.layout.fits) return kGradientByFormula;
   const ReductionGradientPlan plan = choose_reduction_gradient(p);
   return "one pass, " + std::to_string(plan.vec) + " element(s) per access: " + plan.reason;
 }
@@ -116,6 +119,30 @@ Lines explain_reduction(const std::string& kind, const std::string& dtype,
                      : describe_gradient(p.dtype, input, axes_of(input, input.strides, dims))}};
 }
 
+Lines explain_reduction_cpu(const std::string& kind, const std::string& dtype,
+                            const TensorLayout& input, const std::vector<int64_t>& dims) {
+  if (numel(input) == 0) return {{"forward, backward", "nothing to do"}};
+  Axes axes = axes_of(input, input.strides, dims);
+  const ReductionLayout layout = canonical_layout(axes.data(), static_cast<int>(axes.size()));
+  const int64_t lanes = dtype_from(dtype) == DType::kFloat64 ? 4 : 8;
+  const char* forward =
+      !layout.fits                   ? "along rows of a copy: the layout has too many axes"
+      : walks_columns(layout, lanes) ? "across rows, with the sums of a run of columns in cache: "
+                                       "the innermost dimension is kept"
+      : layout.is_rows               ? "along rows, in blocks: the innermost dimension is reduced"
+                                     : "along rows, in blocks: there are fewer columns than lanes";
+  const char* numbers = kind == "amax" ? "" : "; partial results are double";
+  if (kind == "sum" || kind == "mean") {
+    return {{"forward", std::string(forward) + numbers},
+            {"backward", "a view of the result's gradient"}};
+  }
+  axes = axes_of(input, input.strides, dims);
+  const bool dense = is_dense(axes);
+  const bool fits = gradient_layout(axes.data(), static_cast<int>(axes.size())).fits;
+  return {{"forward", std::string(forward) + numbers},
+          {"backward", dense && fits ? "one pass over the input" : kGradientByFormula}};
+}
+
 // ---- global average pooling ----
 
 // `last`: channels_last. The gradient begins where an allocation begins.
@@ -138,6 +165,7 @@ Lines explain_global_avg_pool2d(const std::string& dtype, const TensorLayout& in
 
 void define_explain_reduction(py::module_& m) {
   m.def("explain_reduction", &explain_reduction);
+  m.def("explain_reduction_cpu", &explain_reduction_cpu);
   m.def("explain_scan", &explain_scan);
   m.def("explain_global_avg_pool2d", &explain_global_avg_pool2d);
 }

@@ -113,12 +113,17 @@ def dtype(function: str, name: str, value: Any) -> Any:
 
 
 def error(
-    raised: RuntimeError, function: str, tensors: dict[str, Any], optional: dict[str, Any]
+    raised: RuntimeError,
+    function: str,
+    tensors: dict[str, Any],
+    optional: dict[str, Any],
+    renamed: dict[str, str] | None = None,
 ) -> Exception:
     """Native's error for `raised`: TypeError if an argument is no tensor.
 
     The operators accept None for any tensor and fail later. For other types the dispatcher raises
     RuntimeError with the whole value in its message. Sizes are printed whole, too, and cut here.
+    `renamed`: how the function says what the operator's message may begin with.
     """
     for name, value in (tensors | optional).items():
         missing = value is None and name in tensors
@@ -128,6 +133,9 @@ def error(
             )
     found = _SCHEMA_ERROR.search(str(raised))
     if found is None:
+        for begin, ours in (renamed or {}).items():
+            if str(raised).startswith(begin):
+                return type(raised)(ours + str(raised).removeprefix(begin))
         line, _, rest = str(raised).partition("\n")
         return raised if len(line) <= 500 else type(raised)(f"{line[:400]}…\n{rest}")
     expected, name = found.groups()
@@ -136,6 +144,18 @@ def error(
         kind = TypeError if name == "normalized_shape" else ValueError
         return kind(f"{function}(): argument '{name}': Overflow when unpacking long long")
     return TypeError(f"{function}(): argument '{name}' must be {expected}")
+
+
+def broadcasting(function: str, **tensors: Tensor) -> None:
+    """Raises RuntimeError with the arguments' names if their shapes do not broadcast."""
+    shapes = [tensor.shape for tensor in tensors.values()]
+    try:
+        torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        listed = " and ".join(str(list(shape)) for shape in shapes)
+        raise RuntimeError(
+            f"{function}: {' and '.join(tensors)}: expected shapes that broadcast, got {listed}"
+        ) from None
 
 
 def shown(value: Any) -> str:

@@ -69,7 +69,6 @@ _RECORDS = (
         routes=(Route(native.conv2d),),
         work=_work.conv2d_of_call,
         explain="conv2d",
-        cpu="native's oneDNN kernels or our own, by the shape",
         example=_examples.conv2d,
     ),
     Op(
@@ -79,7 +78,6 @@ _RECORDS = (
         routes=(Route(native.conv_transpose2d),),
         work=_work.conv_transpose2d_of_call,
         explain="conv_transpose2d",
-        cpu="native's oneDNN kernels or conv2d's, by the shape",
         example=_examples.conv_transpose2d,
         folders=("conv2d", "conv_transpose2d"),
     ),
@@ -88,7 +86,6 @@ _RECORDS = (
         CONV_TRANSPOSE2D_CAT,
         is_plain=True,
         explain="conv_transpose2d_cat",
-        cpu="conv_transpose2d's kernels, then ATen's concatenation",
         folders=("conv2d", "conv_transpose2d"),
     ),
     *(
@@ -97,7 +94,6 @@ _RECORDS = (
             FFT_CONV,
             is_plain=True,
             explain="fft_conv",
-            cpu="copies, MKL's transforms through ATen, products",
             folders=("fft_conv",),
         )
         for name in ("fft_conv1d", "fft_conv2d")
@@ -186,7 +182,6 @@ _RECORDS = (
             CONV2D_BATCH_NORM,
             layer=layer,
             explain="conv2d_batch_norm",
-            cpu="conv2d's kernels, then batch norm's",
             folders=("batch_norm", "conv2d", "conv2d_batch_norm"),
         )
         for suffix, layer in (
@@ -202,7 +197,6 @@ _RECORDS = (
         CONV2D_BATCH_NORM_RELU_MAX_POOL2D,
         layer="Conv2dBatchNormReLUMaxPool2d",
         explain="conv2d_batch_norm_relu_max_pool2d",
-        cpu="conv2d's kernels, then those of batch_norm_relu_max_pool2d",
         folders=(
             *("batch_norm", "batch_norm_relu_max_pool2d", "conv2d"),
             *("conv2d_batch_norm_relu_max_pool2d", "max_pool2d"),
@@ -336,7 +330,7 @@ _RECORDS = (
         integers=True,
         work=_work.pooling_of_call,
         explain="max_pool2d",
-        cpu="vectorised loops over rows, one byte a window for the backward",
+        cpu="vectorised loops over rows, one byte per window for the backward",
         example=_examples.max_pool2d,
     ),
     Op(
@@ -353,7 +347,7 @@ _RECORDS = (
         chain=Chain(("relu", "max_pool2d"), "ReLUMaxPool2d", keeper=1),
         integers=True,
         explain="max_pool2d",
-        cpu="vectorised loops over rows, one byte a window for the backward",
+        cpu="vectorised loops over rows, one byte per window for the backward",
         folders=("max_pool2d",),
     ),
     Op(
@@ -374,7 +368,7 @@ _RECORDS = (
         routes=(Route(native.linear),),
         work=_work.linear_of_call,
         explain="linear",
-        cpu="matrix products of ATen (MKL or oneDNN)",
+        cpu="matrix products of ATen (MKL or oneDNN), which loops of ours would not beat",
         example=_examples.linear,
     ),
     *(
@@ -415,7 +409,7 @@ _RECORDS = (
         routes=(Route(native.cross_entropy),),
         work=_work.traffic_of_call(1, 2),
         explain="cross_entropy",
-        cpu="one pass a row, vectorised",
+        cpu="one pass per row, vectorised",
         example=_examples.cross_entropy,
         operations=4.0,
     ),
@@ -454,7 +448,7 @@ _RECORDS = (
         routes=(Route(native.scaled_dot_product_attention, first="query"),),
         work=_work.attention_of_call,
         explain="attention",
-        cpu="flash attention by tiles on ATen's matrix products",
+        cpu="flash attention by tiles on ATen's matrix products, so that scores stay in cache",
         example=_examples.attention,
         folders=("attention",),
     ),
@@ -463,7 +457,7 @@ _RECORDS = (
         ATTENTION_VARLEN,
         is_plain=True,
         explain="attention_varlen",
-        cpu="flash attention of one sequence after the other",
+        cpu="flash attention of one sequence after the other, so that scores stay in cache",
         folders=("attention",),
     ),
     Op(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,11 +38,18 @@ def max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     )
 
 
+def why_native_pool(a: Arguments) -> Lines:
+    """Empty if the pool is global, which ours computes."""
+    if is_global_pool(a["input"], a["output_size"]):
+        return []
+    return [("forward, backward", f"native adaptive_avg_pool2d: {WHY_NOT_GLOBAL}")]
+
+
 def adaptive_avg_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    x, size = a["input"], a["output_size"]
-    if not is_global_pool(x, size):
-        return [("forward, backward", f"native adaptive_avg_pool2d: {WHY_NOT_GLOBAL}")]
-    return _C.explain_global_avg_pool2d(dtype_name(x), operand_of(x), has_rows(x), gpu)
+    x = a["input"]
+    return why_native_pool(a) or _C.explain_global_avg_pool2d(
+        dtype_name(x), operand_of(x), has_rows(x), gpu
+    )
 
 
 def batch_norm_relu_max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
@@ -87,19 +93,7 @@ def conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_conv2d(dtype_name(a["input"]), tf32, *shape, gpu, sm90)
 
 
-def on_cpu(explain: Callable[..., Lines], *call: Any) -> Lines:
-    mkldnn: Any = torch.backends.mkldnn
-    onednn = mkldnn.is_available() and mkldnn.enabled
-    lines = explain(*call, onednn, torch.backends.cpu.get_cpu_capability() == "AVX512")
-    threads = f", {torch.get_num_threads()} threads"
-    return [(role, text + threads) for role, text in lines]
-
-
-def conv2d_cpu(a: Arguments) -> Lines:
-    return on_cpu(_C.explain_conv2d_cpu, dtype_name(a["input"]), *conv2d_shape(a))
-
-
-def _transposed_shape(
+def transposed_shape(
     a: Arguments,
 ) -> tuple[Sequence[int], Sequence[int], bool, Sequence[int], int]:
     """Output size, pixels of x, layout, window and groups, as the explainers take them."""
@@ -118,36 +112,29 @@ def _transposed_shape(
     return output.shape[2:], pixels, channels_last, window, a["groups"]
 
 
-def _transposed_operands(a: Arguments) -> tuple[_C.Operand, _C.Operand]:
+def transposed_operands(a: Arguments) -> tuple[_C.Operand, _C.Operand]:
     x = a["input"]
     return operand_of(x if x.dim() == 4 else x.unsqueeze(0)), operand_of(a["weight"])
 
 
 def conv_transpose2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    x, weight = _transposed_operands(a)
+    x, weight = transposed_operands(a)
     bias = a["bias"].data_ptr() if a["bias"] is not None and a["bias"].is_cuda else 0
     dtype, tf32, sm90 = dtype_name(a["input"]), conv_allows_tf32(), may_take_sm90()
     return _C.explain_conv_transpose2d(
-        dtype, tf32, x, weight, bias, *_transposed_shape(a), 0, gpu, sm90
+        dtype, tf32, x, weight, bias, *transposed_shape(a), 0, gpu, sm90
     )
 
 
 def conv_transpose2d_cat(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    x, weight = _transposed_operands(a)
+    x, weight = transposed_operands(a)
     skip, up = a["skip"], a["input"]
     bias = a["bias"].data_ptr() if a["bias"] is not None and a["bias"].is_cuda else 0
     dtype, tf32, sm90 = dtype_name(up), conv_allows_tf32(), may_take_sm90()
-    shape = _transposed_shape(a)
+    shape = transposed_shape(a)
     rows = suggest_memory_format(skip) == torch.channels_last and skip.dtype == up.dtype
     pitch = skip.shape[1] + a["weight"].shape[1] * a["groups"] if rows and skip.dim() == 4 else -1
     return _C.explain_conv_transpose2d(dtype, tf32, x, weight, bias, *shape, pitch, gpu, sm90)
-
-
-def conv_transpose2d_cpu(a: Arguments) -> Lines:
-    operands = _transposed_operands(a)
-    return on_cpu(
-        _C.explain_conv_transpose2d_cpu, dtype_name(a["input"]), *operands, *_transposed_shape(a)
-    )
 
 
 def fft_conv(a: Arguments, gpu: _C.DeviceInfo | None) -> Lines:

@@ -67,7 +67,7 @@ class Op:
     integers: bool = False  # has kernels for integer tensors
     work: _work.OfCall | None = None  # bytes and FLOPs of a call that the profiler saw
     explain: str = ""  # explain.py's function for CUDA, without its underscore
-    cpu: str = ""  # explain()'s answer for the CPU
+    cpu: str = ""  # explain()'s answer for the CPU; SPECIAL of _explain_cpu.py has longer ones
     example: Callable[[str], Example] | None = None  # takes the device
     operations: float = 1.0  # per element moved: its place on a roofline if it has no FLOPs
     folders: tuple[str, ...] = ()  # of csrc/ops/; the one of its name if empty

@@ -87,11 +87,24 @@ class QuantizedLinear(Named, nn.Linear):
         zeros: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> QuantizedLinear:
-        """A layer of plain codes, such as :mod:`warpwright.quantization` reads from other formats."""
+        """A layer of plain codes, such as :mod:`warpwright.quantization` reads from other formats.
+
+        Raises:
+            RuntimeError: shapes or dtypes are not those of
+                :func:`warpwright.functional.linear_quantized`.
+            TypeError: ``codes`` or ``scales`` is no tensor.
+        """
+        for name, tensor in (("codes", codes), ("scales", scales)):
+            if not isinstance(tensor, Tensor):
+                got = type(tensor).__name__
+                raise TypeError(f"QuantizedLinear: {name}: expected a tensor, got {got}")
+        features = codes.shape[-1] * (8 // bits_of(codes))
+        # A product without rows: the operator checks the operands.
+        rows = (scales if bias is None else bias).detach().new_empty(0, features)
+        F.linear_quantized(rows, codes, scales, zeros, bias)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer.out_features = codes.shape[0]
-        layer.in_features = codes.shape[1] * (8 // bits_of(codes))
+        layer.in_features, layer.out_features = features, codes.shape[0]
         layer.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         layer._set_codes(codes, scales, zeros)
         return layer

@@ -44,6 +44,8 @@ class strict:
     """
 
     def __init__(self, enabled: bool = True) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(f"strict: enabled: expected a bool, got {type(enabled).__name__}")
         self._before = _C.is_strict()
         _C.set_strict(enabled)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C, _explain_images, functional
+from . import _C, _explain_cpu, _explain_images, functional
 from ._arch import why_no_kernel
 from ._catalog import FUNCTIONALS, VARIANTS
 from ._explain_common import Arguments, Lines, dtype_name, may_take_sm90, operand_of
@@ -45,7 +45,7 @@ def explain(
     Returns:
         A line for the call, then a line per kernel: its role, what it takes, and why.
     Raises:
-        ValueError: the op is unknown.
+        ValueError: the op or the device is unknown.
         TypeError: the function does not take these arguments, or the first one is no tensor.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
@@ -65,23 +65,16 @@ def explain(
     if not isinstance(main, Tensor):
         raise TypeError(f"{name}: expected a tensor first, got {type(main).__name__}")
     named = _C.named_devices().get(device) if isinstance(device, str) else None
-    where = torch.device("cuda" if named else device) if device is not None else main.device
+    where = main.device if device is None else _device("cuda" if named else device)
     title = f"{name}, {dtype_name(main)} {tuple(main.shape)} on {device if named else where}"
     reason = why_no_kernel(main, any_dtype=FUNCTIONALS[name].integers)
     if name == "embedding":
         reason = "sparse=True" if arguments["sparse"] else why_no_kernel(arguments["weight"])
     if reason is not None:
         return f"{title}\n  native torch: {reason}"
-    if where.type == "cpu" and name == "conv2d":
-        lines = _explain_images.conv2d_cpu(arguments)
-    elif where.type == "cpu" and name == "conv_transpose2d":
-        lines = _explain_images.conv_transpose2d_cpu(arguments)
-    elif where.type == "cpu" and FUNCTIONALS[name].explain == "fft_conv":
-        lines = _explain_images.fft_conv(arguments, None)
-    elif where.type == "cpu":
-        lines = [
-            ("forward, backward", f"{FUNCTIONALS[name].cpu}, {torch.get_num_threads()} threads")
-        ]
+    if where.type == "cpu":
+        title += f" ({_explain_cpu.machine()})"
+        lines = _explain_cpu.lines_of(name, arguments)
     elif where.type == "cuda":
         gpu, note = (named, f" ({named.num_sms} SMs)") if named else current_gpu(where)
         title += note
@@ -90,6 +83,16 @@ def explain(
         lines = [("forward, backward", "shapes only: no kernel runs on a meta tensor")]
     width = max(len(role) for role, _ in lines)
     return "\n".join([title, *(f"  {role:<{width}}  {text}" for role, text in lines)])
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        gpus = ", ".join(map(repr, _C.named_devices()))
+        raise ValueError(
+            f"device: expected a torch.device, 'cpu', 'cuda' or one of {gpus}, got {device!r}"
+        ) from None
 
 
 def _elementwise(op: Callable[..., Lines], a: Arguments, gpu: _C.DeviceInfo) -> Lines:

@@ -197,6 +197,9 @@ def compare_with_native(
     all three runs (ours, native, native in float64) share. Of a result that exceeds the bound the
     mean errors over ``DRAWS`` nearby inputs decide.
     """
+    if isinstance(inputs, Tensor) or not isinstance(inputs, Iterable):
+        got = type(inputs).__name__
+        raise TypeError(f"inputs: expected a tuple of both functions' arguments, got {got}")
     kwargs = kwargs or {}
     inputs = tuple(inputs)
 

@@ -90,15 +90,10 @@ Tensor activation_backward_with(const Tensor& grad_output, const Tensor& kept,
   return grad_input;
 }
 
-// ATen calls oneDNN for gelu of contiguous tensors: half of our time per element, after 8 us.
-bool onednn_is_faster(const Tensor& input, std::string_view activation) {
-  constexpr int64_t kLeastElements = 16384;
-  return activation == "gelu" && input.scalar_type() == at::kFloat && input.is_contiguous() &&
-         input.numel() >= kLeastElements && at::globalContext().userEnabledMkldnn();
-}
-
 Tensor activation_cpu_kernel(const Tensor& input, std::string_view activation) {
-  if (onednn_is_faster(input, activation)) {
+  const bool dense_float32 = input.scalar_type() == at::kFloat && input.is_contiguous();
+  const bool enabled = at::globalContext().userEnabledMkldnn();
+  if (onednn_is_faster(activation, dense_float32, input.numel(), enabled)) {
     check_has_storage(input, "activation: input");
     return at::gelu(input);
   }

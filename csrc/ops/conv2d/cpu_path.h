@@ -56,58 +56,76 @@ inline bool has_even_padding(const Conv2dShape& s) {
          positions(s.w, s.pad_w, s.s, s.dilation_w, s.stride_w) == s.q;
 }
 
-// float32 products for which oneDNN's kernels are faster, as benchmarks/cpu_speed.py measured. Ours
-// are faster if oneDNN has only its reference kernel for the shape, or copies more than it
-// computes.
-inline bool onednn_is_faster(ConvDirection direction, const Conv2dShape& s, const Conv2dCpu& cpu) {
+// Why a kernel of ours runs in place of oneDNN's, for explain(); null if oneDNN's is the faster
+// one, as benchmarks/cpu_speed.py measured. Ours are faster if oneDNN has only its reference kernel
+// for the shape, or copies more than it computes.
+inline const char* why_ours_is_faster(ConvDirection direction, const Conv2dShape& s,
+                                      const Conv2dCpu& cpu) {
   constexpr int64_t kBlock = 8;  // channels that its AVX2 kernels process together
   const bool forward = direction == ConvDirection::kFprop;
   const bool of_weight = direction == ConvDirection::kWgrad;
   // It copies NCHW groups into blocks of channels, several times as wide as a small group.
   const bool one_to_one = s.groups == s.c && s.groups == s.k;
-  if (s.groups > 1 && !one_to_one && !s.channels_last) return false;
+  if (s.groups > 1 && !one_to_one && !s.channels_last) {
+    return "oneDNN copies NCHW groups into wider blocks";
+  }
   if (is_depthwise(s)) {
-    if (s.c < kBlock && !s.channels_last) return false;
+    if (s.c < kBlock && !s.channels_last) return "oneDNN takes 8 channels at a time";
     const bool long_rows = std::max(s.r, s.s) > 3;
-    return !of_weight || !long_rows || s.c < kBlock;
+    const bool is_slow = of_weight && long_rows && s.c >= kBlock;
+    return is_slow ? "oneDNN's weight gradient of a long depthwise window is slower" : nullptr;
   }
   if (direction == ConvDirection::kDgrad) {
-    const bool strided_taps = s.taps() == 1 && s.stride_h * s.stride_w > 1;
-    if (strided_taps || (s.groups == 1 && s.c < kBlock)) return false;
+    if (s.taps() == 1 && s.stride_h * s.stride_w > 1) {
+      return "oneDNN's input gradient of a strided 1x1 window is slower";
+    }
+    if (s.groups == 1 && s.c < kBlock) return "oneDNN takes 8 channels at a time";
   }
-  if (has_few_taps(s) && s.c == 1 && !s.channels_last && (forward || !cpu.avx512)) return false;
+  if (has_few_taps(s) && s.c == 1 && !s.channels_last && (forward || !cpu.avx512)) {
+    return "oneDNN is slower for one channel";
+  }
   // oneDNN copies NHWC weights into blocks, so it is slower for few pixels. Our gradient of the
   // weights is summed in double, so it is slower for large weights.
   constexpr double kFewPixels = 32;
   constexpr int64_t kLargeWeights = 1 << 18;
   const bool few_pixels = s.channels_last && output_pixels(s) <= kFewPixels;
-  return !few_pixels || (of_weight && s.k * s.group_c() * s.taps() > kLargeWeights);
+  const bool large_weights = of_weight && s.k * s.group_c() * s.taps() > kLargeWeights;
+  return few_pixels && !large_weights ? "oneDNN copies the weight, for few pixels" : nullptr;
+}
+
+inline const char* why_not_onednn(ConvDirection direction, const Conv2dShape& s,
+                                  const Conv2dCpu& cpu) {
+  if (!cpu.onednn) return "oneDNN is off";
+  if (s.dtype != DType::kFloat32) return "oneDNN is taken for float32 only";
+  // Smaller products end before oneDNN has looked up its kernel.
+  constexpr double kMinProducts = 1 << 18;
+  const double products = output_pixels(s) * static_cast<double>(s.k * s.group_c() * s.taps());
+  if (products < kMinProducts) return "too small for oneDNN, which first looks up its kernel";
+  if (!has_even_padding(s)) return "oneDNN pads all sides equally";
+  return why_ours_is_faster(direction, s, cpu);
 }
 
 inline Conv2dCpuPath choose_conv2d_cpu_path(ConvDirection direction, const Conv2dShape& s,
                                             const Conv2dCpu& cpu) {
-  // Smaller products end before oneDNN has looked up its kernel.
-  constexpr double kMinProducts = 1 << 18;
-  const double products = output_pixels(s) * static_cast<double>(s.k * s.group_c() * s.taps());
-  if (cpu.onednn && s.dtype == DType::kFloat32 && products >= kMinProducts && has_even_padding(s) &&
-      onednn_is_faster(direction, s, cpu)) {
-    return Conv2dCpuPath::kOneDnn;
-  }
+  if (why_not_onednn(direction, s, cpu) == nullptr) return Conv2dCpuPath::kOneDnn;
   if (is_depthwise(s)) return Conv2dCpuPath::kDepthwise;
   const bool few = has_few_taps(s) && direction != ConvDirection::kDgrad;
   return few ? Conv2dCpuPath::kFewTaps : Conv2dCpuPath::kGemm;
 }
 
-inline std::string describe(Conv2dCpuPath path) {
-  switch (path) {
-    case Conv2dCpuPath::kOneDnn:
-      return "native's kernel (oneDNN)";
+// The path and its reason.
+inline std::string describe_conv2d_cpu(ConvDirection direction, const Conv2dShape& s,
+                                       const Conv2dCpu& cpu) {
+  const char* why_not = why_not_onednn(direction, s, cpu);
+  if (why_not == nullptr) return "native's kernel (oneDNN), the faster one for this shape";
+  const std::string reason = std::string(" (") + why_not + ")";
+  switch (choose_conv2d_cpu_path(direction, s, cpu)) {
     case Conv2dCpuPath::kFewTaps:
-      return "direct loops, few taps";
+      return "direct loops: at most 32 taps, too few for a matrix product" + reason;
     case Conv2dCpuPath::kDepthwise:
-      return "direct loops, one input channel per output";
+      return "direct loops: one input channel per group" + reason;
     default:
-      return "implicit GEMM by tiles on ATen's matrix products";
+      return "implicit GEMM by tiles on ATen's matrix products" + reason;
   }
 }
 

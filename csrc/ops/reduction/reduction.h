@@ -52,6 +52,13 @@ struct ReductionLayout {
   int64_t per_output() const { return reduced.total * (is_rows ? inner.size : 1); }
 };
 
+// On a CPU: whether neighbouring outputs are reduced side by side, one per lane. Columns fewer than
+// the lanes of a register are read as rows of elements that are not neighbours.
+inline bool walks_columns(const ReductionLayout& a, int64_t lanes) {
+  const bool may_be_rows = a.kept.count < kReductionAxes && a.reduced.count > 0;
+  return !a.is_rows && (a.inner.size >= lanes || !may_be_rows);
+}
+
 // Drops axes of size 1, sorts the others by stride, and merges neighbours of one role that lie side
 // by side. Strides of 0 come last, because they lead to no other memory. All sizes are at least 1.
 // Returns how many remain at the front of `axes`.

@@ -181,11 +181,14 @@ def _gated(name: str, gate: Tensor, up: Tensor | None, activation: str) -> Tenso
     if up is not None and _differ(gate, up):
         for argument, tensor in (("gate", gate), ("up", up)):  # native's product reads freed memory
             _arguments.require_storage(name, argument, tensor)
+        if not (gate.is_nested or up.is_nested):
+            _arguments.broadcasting(name, gate=gate, up=up)
         return NATIVE_OPERATORS["gated_activation"](gate, up, activation)
     try:
         return ops.gated_activation(gate, up, activation)
     except RuntimeError as error:
-        raise _arguments.error(error, name, {"gate": gate}, {"up": up}) from None
+        words = {"gated_activation:": f"{name}:"}
+        raise _arguments.error(error, name, {"gate": gate}, {"up": up}, words) from None
 
 
 def _differ(gate: Any, up: Any) -> bool:

@@ -31,6 +31,8 @@ _AFTER: dict[str, tuple[Callable[..., Tensor], str]] = {
     "conv2d_batch_norm_silu": (batch_norm_silu, "silu"),
     "conv2d_batch_norm_hardswish": (batch_norm_hardswish, "hardswish"),
 }
+# What a batch norm's messages call weight and bias are other arguments here.
+_NORM_WORDS = {f"{name} should": f"norm_{name} should" for name in ("weight", "bias")}
 
 
 def takes_statistics(
@@ -328,7 +330,11 @@ def _run(
         or not takes_statistics(input, weight, stride, padding, dilation, residual)
     ):
         added = () if residual is None else (residual,)
-        return after(conv2d(*conv), *added, *norm)
+        output = conv2d(*conv)
+        try:
+            return after(output, *added, *norm)
+        except RuntimeError as error:
+            raise _arguments.error(error, name, {}, {}, _NORM_WORDS) from None
     if groups.__class__ is not int:
         groups = _arguments.integer(name, "groups", groups)
     return _call(
@@ -375,4 +381,4 @@ def _call(name: str, op: str, operands: tuple[Any, ...], options: tuple[Any, ...
         optional = {"bias": bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
         optional |= {"running_mean": running_mean, "running_var": running_var}
         required = {"input": input, "weight": weight}
-        raise _arguments.error(error, name, required, optional) from None
+        raise _arguments.error(error, name, required, optional, _NORM_WORDS) from None

@@ -35,6 +35,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         TypeError: an argument has another type than in the signature.
         RuntimeError: ``inplace`` on a leaf that requires a gradient.
     """
+    if not isinstance(p, (int, float, Tensor)):
+        p = _arguments.real("dropout", "p", p)
     if dynamo() or exporting() or not training:
         return native.dropout(input, p, training, inplace)  # type: ignore[no-any-return]
     if not _is_random(input, p):

@@ -147,7 +147,10 @@ def _convolve(
     try:
         output = ops.fft_conv(batched, weight, bias, pad, groups)
     except RuntimeError as error:
-        raise _arguments.error(error, function, operands, {"bias": bias}) from None
+        words = {"fft_conv: first": "input", "fft_conv: second": "weight"}
+        words = {theirs: f"{function}: {name}" for theirs, name in words.items()}
+        words["fft_conv:"] = f"{function}:"
+        raise _arguments.error(error, function, operands, {"bias": bias}, words) from None
     return output if input.dim() == dims + 2 else output.squeeze(0)
 
 

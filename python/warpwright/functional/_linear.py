@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from .. import _arguments
@@ -43,6 +44,7 @@ def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return _linear_activation("linear_relu", input, weight, bias, "relu")
 
 
+HIDDEN = ("relu", "gelu", "gelu_tanh", "silu")  # mlp's activations
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}  # by `approximate`
 
 
@@ -65,7 +67,13 @@ def linear_gelu(
         NotImplementedError: a dtype that native's gelu does not take.
     """
     if not isinstance(approximate, str) or approximate not in GELU:  # native finds the first fault
-        return torch.nn.functional.gelu(linear(input, weight, bias), approximate=approximate)
+        linear(input, weight, bias)
+        if not isinstance(approximate, str):
+            got = type(approximate).__name__
+            raise TypeError(f"linear_gelu(): argument 'approximate' must be str, not {got}")
+        raise RuntimeError(
+            f"linear_gelu: approximate: expected 'none' or 'tanh', got {approximate!r}"
+        )
     return _linear_activation("linear_gelu", input, weight, bias, GELU[approximate])
 
 
@@ -103,9 +111,36 @@ def mlp(
         except RuntimeError as error:
             tensors = {"input": input, "weight1": weight1, "weight2": weight2}
             optional = {"bias1": bias1, "bias2": bias2}
-            raise _arguments.error(error, "mlp", tensors, optional) from None
+            raise _fault_of_mlp(error, tensors, optional, activation) from None
     hidden = _linear_activation("mlp", input, weight1, bias1, activation)
     return linear(hidden, weight2, bias2)
+
+
+def _fault_of_mlp(
+    raised: RuntimeError, tensors: dict[str, Any], optional: dict[str, Any], activation: Any
+) -> Exception:
+    """The error in the words of mlp's arguments, where that of one of its two products is not."""
+    fault = _arguments.error(raised, "mlp", tensors, optional, {"linear: input": "mlp: input"})
+    if isinstance(fault, TypeError):
+        return fault
+    if activation not in HIDDEN:
+        expected = ", ".join(map(repr, HIDDEN))
+        return type(fault)(
+            f"mlp: activation: expected one of {expected}, got {_arguments.shown(activation)}"
+        )
+    weight1, weight2 = tensors["weight1"], tensors["weight2"]
+    if weight1.dim() != 2 or weight2.dim() != 2:
+        return fault
+    hidden, outputs = weight1.shape[0], weight2.shape[0]
+    if weight2.shape[1] != hidden:
+        return type(fault)(
+            f"mlp: weight2: expected {hidden} columns, the rows of weight1, got {weight2.shape[1]}"
+        )
+    for name, features in (("bias1", hidden), ("bias2", outputs)):
+        bias = optional[name]
+        if bias is not None and bias.dim() == 1 and bias.shape[0] not in (1, features):
+            return type(fault)(f"mlp: {name}: expected shape [{features}], got {list(bias.shape)}")
+    return fault
 
 
 def _linear_activation(
@@ -116,5 +151,5 @@ def _linear_activation(
     try:
         return ops.linear_activation(input, weight, bias, activation)[0]
     except RuntimeError as error:
-        operands = {"input": input, "weight": weight}
-        raise _arguments.error(error, function, operands, {"bias": bias}) from None
+        operands, words = {"input": input, "weight": weight}, {"linear:": f"{function}:"}
+        raise _arguments.error(error, function, operands, {"bias": bias}, words) from None

@@ -192,4 +192,6 @@ def _operands(function: str, input: Tensor, residual: Tensor) -> tuple[Tensor, T
         for name, tensor in (("input", input), ("residual", residual)):
             if isinstance(tensor, Tensor):
                 _arguments.require_storage(function, name, tensor)
+        if both and not nested:
+            _arguments.broadcasting(function, input=input, residual=residual)
     return None

@@ -149,6 +149,8 @@ def linear_scan(
     if reverse.__class__ is not bool:
         reverse = _arguments.flag("linear_scan", "reverse", reverse)
     if isinstance(gate, Tensor) and isinstance(input, Tensor) and gate.shape != input.shape:
+        if not torch.compiler.is_compiling():
+            _arguments.broadcasting("linear_scan", gate=gate, input=input)
         gate, input = torch.broadcast_tensors(gate, input)
     try:
         return ops.linear_scan(gate, input, initial, dim, reverse)

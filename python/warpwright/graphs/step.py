@@ -8,6 +8,7 @@ copies the batch into the graph's inputs, brings the learning rates up to date, 
 from __future__ import annotations
 
 import functools
+import numbers
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -412,8 +413,12 @@ def graph_step(
     for name, value in (("accumulate", accumulate), ("max_shapes", max_shapes)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ValueError(f"clip_grad_norm: expected a positive number, got {clip_grad_norm}")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise TypeError(f"autocast: expected a torch.dtype or None, got {autocast!r}")
+    if clip_grad_norm is not None and not (
+        isinstance(clip_grad_norm, numbers.Real) and clip_grad_norm > 0
+    ):
+        raise ValueError(f"clip_grad_norm: expected a positive number, got {clip_grad_norm!r}")
     batch = example if isinstance(example, (tuple, list)) else (example,)
     if not batch:
         raise ValueError("example: expected a batch (inputs, *targets), got an empty one")

@@ -180,6 +180,10 @@ class FusedStep(Optimizer):
         master_weights: bool,
         weight_copies: bool,
     ) -> None:
+        flags = {"zero_grad_in_step": zero_grad_in_step, "master_weights": master_weights}
+        for name, value in (flags | {"weight_copies": weight_copies}).items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: expected a bool, got {value!r}")
         if max_norm is not None and not max_norm >= 0.0:
             raise ValueError(f"Invalid max_norm value: {max_norm} (expected at least 0)")
         if state_dtype not in (None, torch.float32):

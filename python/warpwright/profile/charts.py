@@ -9,23 +9,24 @@ from ..bench.charts import ZOOM, Chart
 from .summary import ProfileReport
 
 Row = dict[str, Any]
-# (light, dark): faster than native, slower, neither, and native itself below a group of layers.
+# (light, dark). Native's own bars are the measure and have no colour of a result.
 KINDS = {
     "faster than native": ("#56B4E9", "#0072B2"),
     "slower than native": ("#E69F00", "#B35900"),
-    "no difference": ("#c9d1d9", "#59636e"),
+    "native, or no difference": ("#c9d1d9", "#59636e"),
 }
 LANES = {"compute": ("#56B4E9", "#0072B2"), "communication": ("#CC79A7", "#B0578A")}  # light, dark
 BAR = 22  # pixels of height per level
 DIFFERENCE = 0.02  # of the time: smaller ones are not coloured
 
 
-def _kind(native: float, ours: float) -> str:
-    if native and ours and ours < (1 - DIFFERENCE) * native:
+def _kind(native: float, mine: float) -> str:
+    """How a bar of `mine` milliseconds compares with native's of the same module; 0 if it has none."""
+    if native and mine < (1 - DIFFERENCE) * native:
         return "faster than native"
-    if native and ours > (1 + DIFFERENCE) * native:
+    if native and mine > (1 + DIFFERENCE) * native:
         return "slower than native"
-    return "no difference"
+    return "native, or no difference"
 
 
 def _tree(report: ProfileReport, names: list[str]) -> dict[tuple[str, ...], dict[str, float]]:
@@ -59,8 +60,7 @@ def _places(
 
 
 def flame_values(report: ProfileReport, names: list[str]) -> list[Row]:
-    """One bar per module or op and run."""
-    ours = report.ours
+    """One bar per module or op and run, compared with native's bar of that module or op."""
     tree = _tree(report, names)
     depth = max(map(len, tree)) + 1
     values = []
@@ -69,7 +69,6 @@ def flame_values(report: ProfileReport, names: list[str]) -> list[Row]:
         for path, times in tree.items():
             if not times[name]:
                 continue
-            mine = times[ours["name"]] if ours else 0.0
             level = position * (depth + 1) + len(path)
             values.append(
                 {
@@ -80,7 +79,7 @@ def flame_values(report: ProfileReport, names: list[str]) -> list[Row]:
                     "end": round(starts[path] + times[name], 5),
                     "top": level,
                     "bottom": level + 0.92,
-                    "kind": _kind(times.get("native", 0.0), mine),
+                    "kind": _kind(times.get("native", 0.0), times[name]),
                     **{f"{run} ms": f"{times[run]:.3f}" for run in names},
                 }
             )

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
+from .._user_errors import sentence
 from ..bench.records import require_device, require_writable
 from . import profile
-from .mistakes import require_step, sentence
+from .mistakes import require_step
 
 DTYPES = {
     "float32": torch.float32,

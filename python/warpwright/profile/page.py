@@ -234,7 +234,9 @@ def pictures(report: ProfileReport) -> dict[str, tuple[looks.Draw, str, str]]:
 
 FLAME = (
     "Time by module, each level inside of the one above, one flame per run",
-    "Time by module, a flame per run on one scale: blue modules are faster than native, orange ones slower. "
+    "Time by module, a flame per run on one scale. A module is blue if it is faster in this run than natively, orange "
+    "if it is slower, and grey if neither, as all of native's are. A fused module has the time of the layers that it "
+    "computes, too. "
     "Times are the profiler's, which slows a CPU. Point at a bar for its numbers; drag to move, Shift and the wheel to zoom.",
 )
 

@@ -23,8 +23,10 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 NATURAL = tuple(range(8))
 
 
-def _nibbles(words: Tensor, order: tuple[int, ...]) -> Tensor:
+def _nibbles(what: str, words: Tensor, order: tuple[int, ...]) -> Tensor:
     """int32 (...) to the eight elements of each word (..., 8), uint8."""
+    if words.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{what}: expected words of torch.int32, got {words.dtype}")
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     nibbles = (words[..., None] >> shifts) & 15
     inverse = sorted(range(8), key=order.__getitem__)
@@ -55,7 +57,7 @@ def from_gptq(
     """
     if version not in (1, 2):
         raise ValueError(f"from_gptq: version: expected 1 or 2, got {version}")
-    q = _nibbles(qweight.t(), NATURAL).flatten(1)
+    q = _nibbles("from_gptq: qweight", qweight.t(), NATURAL).flatten(1)
     group = q.shape[1] // scales.shape[0]
     if g_idx is not None:
         expected = torch.arange(q.shape[1], device=g_idx.device) // group
@@ -64,7 +66,7 @@ def from_gptq(
                 "from_gptq: g_idx: expected groups of adjacent features; this checkpoint was made "
                 "with desc_act, whose features are permuted"
             )
-    zeros = _nibbles(qzeros, NATURAL).flatten(1).t()
+    zeros = _nibbles("from_gptq: qzeros", qzeros, NATURAL).flatten(1).t()
     zeros = ((zeros + (1 if version == 1 else 0)) & 15).contiguous()
     return pack_pairs(q), scales.t().contiguous(), _symmetric(zeros)
 
@@ -83,8 +85,8 @@ def to_gptq(
 
 def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Codes:
     """The plain form of AWQ's tensors."""
-    q = _nibbles(qweight, ORDER).flatten(1).t()
-    zeros = _nibbles(qzeros, ORDER).flatten(1).t().contiguous()
+    q = _nibbles("from_awq: qweight", qweight, ORDER).flatten(1).t()
+    zeros = _nibbles("from_awq: qzeros", qzeros, ORDER).flatten(1).t().contiguous()
     return pack_pairs(q), scales.t().contiguous(), _symmetric(zeros)
 
 
@@ -130,7 +132,7 @@ def from_tile_packed(
         raise ValueError(
             "from_tile_packed: scale_and_zero: expected zeros that are integer codes from 0 to 15"
         )
-    q = _untiled(_nibbles(packed, ORDER))
+    q = _untiled(_nibbles("from_tile_packed: packed", packed, ORDER))
     scales = scale_and_zero[..., 0].t()
     zeros = zeros.t().to(torch.uint8)
     if in_features is not None:

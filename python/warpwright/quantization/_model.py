@@ -117,6 +117,9 @@ def unquantize(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     Returns:
         How many layers were changed.
     """
+    if not isinstance(model, nn.Module):
+        got = type(model).__name__
+        raise TypeError(f"unquantize: model: expected a torch.nn.Module, got {got}")
     changed = 0
     for module in model.modules():
         if type(module) is not QuantizedLinear:

@@ -17,6 +17,11 @@ def check_method(function: str, method: str) -> None:
         raise ValueError(f"{function}: method: expected one of {METHODS}, got {method!r}")
 
 
+def check_weight(function: str, weight: Tensor) -> None:
+    if not weight.is_floating_point():
+        raise TypeError(f"{function}: weight: expected floating point numbers, got {weight.dtype}")
+
+
 def _nonzero(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """In the dtype that is stored. A group of zeros has scale 1."""
     scales = scales.to(dtype)
@@ -62,6 +67,7 @@ def int4(
         Codes (N, K / 2), scales (N, K / group), and zeros or None.
     """
     check_method("int4", method)
+    check_weight("int4", weight)
     if weight.dim() != 2 or group <= 0 or group % 2 or weight.shape[1] % group:
         raise ValueError(
             "int4: group: expected an even divisor of the weight's columns, got a weight of shape "
@@ -86,6 +92,7 @@ def int4(
 def int8(weight: Tensor, *, method: str = "absmax") -> Codes:
     """8-bit codes of (N, K) with a scale per row; arguments and results as :func:`int4`'s."""
     check_method("int8", method)
+    check_weight("int8", weight)
     if weight.dim() != 2:
         raise ValueError(f"int8: weight: expected a matrix, got shape {tuple(weight.shape)}")
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32

@@ -33,6 +33,7 @@ from .blocks import base_of
 from .classes import set_class
 from .forms import binder
 from .fuse import Graphs
+from .inputs import as_call, loss_of, native_must_take
 from .judge import Call, Run, compare_runs, judge, mean_terms
 from .patterns import CHAINS
 from .trace import REST
@@ -56,7 +57,7 @@ def compare_model(
     """
     names = {module: name for name, module in model.named_modules()}
     natives = {module: type(module) for module in chosen}
-    call = _as_call(inputs)
+    call = as_call(inputs)
     loss_fn = loss_fn or mean_square
     with torch.enable_grad(), _without_attention_dropout(chosen):
         calls, dtypes = _record(model, list(chosen), call, loss_fn)
@@ -70,7 +71,8 @@ def compare_model(
             name = (chosen if module in fused else natives)[module].__name__
             rows.append({"module": names[module], "type": name, **found})
             failures += [f"{names[module] or '(the model)'} ({name}): {line}" for line in lines]
-        native = _run(model, call, loss_fn)
+        with native_must_take(model, call):
+            native = _run(model, call, loss_fn)
         exact = _run_double(model, call, loss_fn)
         try:
             for module, mine in chosen.items():
@@ -113,19 +115,6 @@ def _tensors(output: Any) -> list[Tensor]:
     """The tensors of an output, logits that are not computed yet included."""
     leaves = (tensor_of(leaf) for leaf in tree_leaves(output))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _as_call(inputs: Any) -> Call:
-    if isinstance(inputs, dict):
-        return (), inputs
-    if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), {}
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
-    raise TypeError(
-        "check: expected the model's inputs as a tensor, a tuple of arguments or a dict of keyword "
-        f"arguments, got {type(inputs).__name__}"
-    )
 
 
 def _copied(value: Any) -> Any:
@@ -221,7 +210,9 @@ def _record(
     try:
         with _unchanged(model):
             args, kwargs = _copied(call)
-            loss_fn(model(*args, **kwargs))
+            with native_must_take(model, call):
+                output = model(*args, **kwargs)
+            loss_of(loss_fn, output)
     finally:
         for hook in hooks:
             hook.remove()

@@ -71,9 +71,11 @@ def swap(
         An entry per module and, with ``fuse``, per chain; and advice on the memory format.
     Raises:
         SwapCheckError: ``check`` found a difference; carries the numbers.
-        TypeError: ``model`` is no module, or ``exclude`` has something else than names and classes.
-        ValueError: ``ops`` has an unknown name, a name or glob of ``exclude`` matches no module, or
-            ``dry_run`` comes with ``check``.
+        TypeError: ``model`` is no module, ``exclude`` has something else than names and classes,
+            ``check`` is no tensor, tuple or dict, ``loss_fn`` or ``filter_fn`` can't be called, or
+            ``loss_fn`` returns no tensor.
+        ValueError: ``ops`` has an unknown name, a name or glob of ``exclude`` matches no module,
+            ``dry_run`` comes with ``check``, or the native model raises on ``check``.
     Warns:
         UserWarning: nothing was swapped; says why.
     """
@@ -81,6 +83,9 @@ def swap(
         raise ValueError(
             "dry_run: expected False together with check, which swaps the model; got True"
         )
+    if loss_fn is not None and not callable(loss_fn):
+        got = type(loss_fn).__name__
+        raise TypeError(f"loss_fn: expected a function of the model's output or None, got {got}")
     plan = plan_swap(model, ops, filter_fn, exclude, fuse)
     advice = layout_advice(model)
     report = SwapReport(plan.entries, plan.fusions, dry_run=dry_run, advice=advice)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .._text import plain_text
+from .._text import folded, plain_text, terminal_width
 from .fuse import Fusion
 
 if TYPE_CHECKING:  # imported when a report is printed
-    from rich.console import RenderableType
-    from rich.table import Table
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 IS_OURS = "already warpwright's"
 NO_LAYER = "warpwright has no such layer"
@@ -28,6 +26,8 @@ REPLACED = "its forward is replaced on the instance"
 FILTERED = "filter_fn said no"
 LEFT = "left"
 IN_PART = "part"
+ROOM = 36  # columns for reasons and names that a table has at least
+INDENT = 4
 
 
 class SwapCheckError(AssertionError):
@@ -141,17 +141,18 @@ class SwapReport:
                 ),
             )
 
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         from rich.text import Text
 
-        parts: list[RenderableType] = []
+        width = options.max_width
         for sentence, title, lines in self._tables():
-            parts += [Text(sentence), _table(title, lines)]
-        if self.check is not None:
-            parts.append(Text(self.check["summary"]))
-        parts += [Text(sentence) for sentence in self.advice]
-        return Group(*parts)
+            yield Text(sentence)
+            yield _table(title, lines, width)
+        more = self.advice if self.check is None else [self.check["summary"], *self.advice]
+        for sentence in more:
+            yield Text("\n".join(folded(sentence, width)))
 
     def to_html(self) -> str:
         """The printed report as tables; names are escaped."""
@@ -172,7 +173,8 @@ class SwapReport:
         return self.to_html()
 
     def __str__(self) -> str:
-        return plain_text(self, width=max(120, shutil.get_terminal_size().columns))
+        """For the width of the terminal."""
+        return plain_text(self, terminal_width())
 
 
 def _reasons(entries: list[SwapEntry]) -> Iterator[str]:
@@ -205,19 +207,45 @@ def _grouped(rows: Iterable[Line]) -> list[Line]:
     return lines
 
 
-def _table(title: str, lines: list[Line]) -> Table:
+def _table(title: str, lines: list[Line], width: int) -> RenderableType:
+    """The lines as a table, or as a list if the table would leave little room for the last column."""
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
+    heads: Line = (title, "count", "result", "why / where")
+    others = sum(max(cell_len(line[i]) for line in (heads, *lines)) + 2 for i in range(3))
+    room = width - others
+    reasons = [line[3] for line in lines]
+    longest_name = max((cell_len(word) for why in reasons for word in why.split(" ")), default=0)
+    if room < longest_name or room < min(ROOM, max(map(cell_len, reasons), default=0)):
+        return _listed(lines, width)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(title, no_wrap=True)
-    table.add_column("count", justify="right")
-    table.add_column("result", no_wrap=True)
-    table.add_column("why / where", overflow="fold")  # long names are whole
+    for head in heads:
+        table.add_column(head, justify="right" if head == "count" else "left", no_wrap=True)
     for what, count, result, why in lines:
-        style = {LEFT: "yellow", IN_PART: "dim", NOTHING: "dim"}.get(result, "green")
-        table.add_row(Text(what), count, Text(result, style=style), Text(why))
+        reason = "\n".join(folded(why, room))
+        table.add_row(Text(what), count, Text(result, style=_style(result)), Text(reason))
     return table
+
+
+def _listed(lines: list[Line], width: int) -> RenderableType:
+    """A sentence per line of the table, and under it the reasons and names."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for what, count, result, why in lines:
+        sentence = Text("\n".join(folded(f"{what} × {count}: {result}", width)))
+        sentence.stylize(_style(result), len(sentence) - len(result))
+        parts.append(sentence)
+        parts.append(Padding(Text("\n".join(folded(why, width - INDENT))), (0, 0, 0, INDENT)))
+    return Group(*parts)
+
+
+def _style(result: str) -> str:
+    return {LEFT: "yellow", IN_PART: "dim", NOTHING: "dim"}.get(result, "green")
 
 
 def nothing_to_swap(report: SwapReport) -> str:

@@ -21,6 +21,9 @@ WhyLeft = Callable[[nn.Module, str], str | None]
 
 
 def selection(model: nn.Module, exclude: Exclude | None, filter_fn: Filter | None) -> WhyLeft:
+    if filter_fn is not None and not callable(filter_fn):
+        got = type(filter_fn).__name__
+        raise TypeError(f"filter_fn: expected a function of (module, name) or None, got {got}")
     excluded = {} if exclude is None else _excluded(model, exclude)
 
     def why_left(module: nn.Module, name: str) -> str | None:
@@ -53,10 +56,10 @@ def _excluded(model: nn.Module, exclude: Exclude) -> dict[nn.Module, str]:
                     found.setdefault(inner, shown)
     for each in sorted(unused):
         near = get_close_matches(each, names, n=3) or names[1:4]
-        listed = ", ".join(map(repr, near)) or "none"
+        listed = f"; near it: {', '.join(map(repr, near))}" if near else ""
         raise ValueError(
-            f"exclude: expected names or globs of model.named_modules(), got {each!r}, which matches none; "
-            f"near it: {listed}"
+            f"exclude: expected names or globs of model.named_modules(), got {each!r}, which matches none"
+            + listed
         )
     return found
 

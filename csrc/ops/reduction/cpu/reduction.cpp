@@ -225,12 +225,8 @@ ReductionParams as_rows(ReductionParams p) {
 template <class T, class Op>
 void reduce_as(const ReductionParams& p) {
   const ReductionLayout& a = p.layout;
-  if (a.is_rows) return reduce_rows<T, Op>(p);
-  const bool is_narrow = a.inner.size < kLanes<T>;
-  if (is_narrow && a.kept.count < kReductionAxes && a.reduced.count > 0) {
-    return reduce_rows<T, Op>(as_rows(p));
-  }
-  reduce_columns<T, Op>(p);
+  if (walks_columns(a, kLanes<T>)) return reduce_columns<T, Op>(p);
+  reduce_rows<T, Op>(a.is_rows ? p : as_rows(p));
 }
 
 }  // namespace
