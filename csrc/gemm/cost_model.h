@@ -178,18 +178,16 @@ inline Sm90Schedule sm90_schedule(const Sm90Product& p, GemmTile tile, int split
 // Of all tiles and parts, without the sum of the parts. The operands come from memory once.
 inline double sm90_product_cycles(const Sm90Product& p, GemmTile tile, int splits,
                                   const DeviceInfo& device) {
-  constexpr double kFirstAndLast[] = {16000, 5500, 2750, 2000};  // filling the ring, the last store
+  // Filling the ring and the last store, by tile; the portable tiles are not asked for.
+  constexpr double kFirstAndLast[] = {16000, 5500, 2750, 2000, 0, 0, 8000, 8000};
   constexpr double kFirstAndLastTransposed = 5500, kFirstAndLastWide16Bit = 5500;
-  constexpr double kFirstAndLast192 = 8000;
   constexpr double kMemoryBytesPerCycle = 2500;
   const auto [rounds, k_tiles] = sm90_schedule(p, tile, splits, device);
   const double tile_cycles = sm90_tile_cycles(p, tile, rounds);
   // No other mainloop overlaps the store of a 128 x 256 tile or of split operands.
   const bool exposed =
       tile == GemmTile::k128x256 || tile == GemmTile::k192x192 || p.loading == Sm90Loading::kSplit;
-  double first_and_last = sm90_tile(p.loading, tile).blk_n == 192
-                              ? kFirstAndLast192
-                              : kFirstAndLast[static_cast<int>(tile)];
+  double first_and_last = kFirstAndLast[static_cast<int>(tile)];
   if (p.loading == Sm90Loading::kTransposed) first_and_last = kFirstAndLastTransposed;
   if (is_wide_16bit(p, tile)) first_and_last = kFirstAndLastWide16Bit;
   if (exposed) first_and_last *= static_cast<double>(rounds);
