@@ -76,7 +76,7 @@ def test_many_features(device, dtype, form):
 
 @pytest.mark.gpu
 @forms
-@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65, 128, 129, 256, 512, 513])
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65, 128, 129, 257, 600, 1025, 2049])
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_tiles_of_tokens(form, rows, low):
     """Around each number of rows at which the plan changes: one tile of features and parts of a
@@ -102,6 +102,29 @@ def test_tiles_of_any_group(group, zeros):
 
 
 @pytest.mark.gpu
+@forms
+@pytest.mark.parametrize("shape", [(256, 2176, 16384), (1536, 5888, 4096), (20, 4096, 14336)])
+def test_tiles_that_ctas_share(form, shape):
+    """Parts of tiles: all of the units; a round of whole tiles first; parts of few units."""
+    rows, columns, length = shape
+    x = torch.randn(rows, length, device="cuda", dtype=torch.bfloat16)
+    for gradient in (False, True):
+        sizes = (length, columns) if gradient else (columns, length)
+        w = weight(form, *sizes, "cuda", torch.bfloat16, fragments=True)
+        call = ops.linear_quantized_backward if gradient else ops.linear_quantized
+
+        def ours(call=call, w=w):
+            codes, scales, zeros = w
+            return call(x, codes, scales, zeros, fragments=True)
+
+        dense = dequantize(*w, True).float()
+        exact = x.float() @ (dense if gradient else dense.t())
+        torch.testing.assert_close(ours().float(), exact, rtol=1e-2, atol=1e-2 * exact.std().item())
+        assert_repeats(ours, 20)
+        assert_replays(lambda: (ours(),))
+
+
+@pytest.mark.gpu
 def test_tiles_read_rows_at_any_pitch(dtype):
     """Rows that are part of a wider tensor, and tokens that no row follows in memory."""
     codes, scales, zeros = weight((4, 64, True), 64, 256, "cuda", dtype, fragments=True)
@@ -119,7 +142,7 @@ def test_weight_in_memory(device, dtype, fragments):
         for outputs, features in ((16, 192), (32, 576), (48, 1152)):
             codes, scales, zeros = weight(form, outputs, features, device, dtype, fragments)
             expected = dequantize(codes, scales, zeros, fragments) + 0
-            for rows in (outputs, 516):  # by a fused kernel; by the weight in memory
+            for rows in (outputs, 2049):  # by a fused kernel; by the weight in memory
                 eye = torch.eye(rows, outputs, device=device, dtype=dtype)
                 found = ops.linear_quantized_backward(eye, codes, scales, zeros, fragments)
                 assert_same(found[:outputs], expected)
@@ -359,7 +382,7 @@ def test_only_the_weight_is_kept(device):
 
 @pytest.mark.gpu
 @forms
-@pytest.mark.parametrize("rows", [1, 16, 30, 70, 200])
+@pytest.mark.parametrize("rows", [1, 16, 30, 70, 200, 700])
 def test_repeats_are_equal(form, rows):
     codes, scales, zeros = weight(form, 2064, 1024, "cuda", torch.bfloat16, fragments=True)
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
@@ -428,7 +451,7 @@ def test_explain():
 
     assert "mma of" in text(x, fragments=True)
     assert "plain order" in text(x)
-    assert "more than" in text(x.expand(400, 4, 4096).reshape(1600, 4096), fragments=True)
+    assert "more than" in text(x[:1].expand(2049, 4096), fragments=True)
     assert "no 16-bit type" in text(x.float(), fragments=True)
     assert "not adjacent" in text(x, scales.contiguous(), fragments=True)
     assert "cache" in str(warpwright.explain("linear_quantized", x, codes, scales))
@@ -447,15 +470,20 @@ def test_plans(bits):
         call = "linear_quantized", x, codes, scales
         return str(warpwright.explain(*call, fragments=True, device=device))
 
-    tokens = {1: 8, 8: 8, 9: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64, 65: 128, 512: 128}
+    tokens = {1: 8, 8: 8, 9: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64, 65: 128, 128: 128}
+    tokens |= {129: 256, 1024: 256}
     for rows, tile in tokens.items():
         found = text(rows)
         assert f"by {tile} tokens" in found, rows
         forward, *_, backward = found.splitlines()[1:]
         assert ("stages per warp" in forward) == (rows <= 16), rows
         assert f"k by {max(tile, 32)} tokens" in backward, rows
-    assert text(512).count("tiles of tokens: 4") == 2
-    assert text(513).count("more than 512 rows") == 2
+    assert text(1024).count("tiles of tokens: 4") == 2
+    last = {4: 2048, 8: 1024}[bits]
+    assert text(last + 1).count(f"more than {last} rows") == 2
+    assert "more than" not in text(last)
+    assert "CTAs: 112 in clusters of 2" in text(64)
+    assert "the rest shared, workspace" in text(1024).splitlines()[1]
     wide = 1 << 22
     x, scales_of_one = torch.empty(1, wide, dtype=torch.bfloat16, device="meta"), scales[:16]
     if bits == 8:  # one group: its index is a product with a rounded reciprocal

@@ -36,6 +36,18 @@ __device__ __forceinline__ int derive_anew(int value) {
   return value;
 }
 
+// Hides how the value was computed. The compiler keeps it in a register instead of computing it
+// again in each iteration.
+__device__ __forceinline__ uint32_t keep_value(uint32_t value) {
+#ifdef __CUDA_ARCH__
+  asm("" : "+r"(value));
+#endif
+  return value;
+}
+__device__ __forceinline__ int keep_value(int value) {
+  return static_cast<int>(keep_value(static_cast<uint32_t>(value)));
+}
+
 // A product that is rounded before it is added to anything: the compiler does not contract it.
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }

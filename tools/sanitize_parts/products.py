@@ -56,6 +56,7 @@ def linear_quantized_cases():
         (2064, 128, 64, 16),
         (32, 512, 128, 40),
         (144, 320, 64, 130),
+        (2064, 16384, 128, 260),  # tiles that CTAs share
     ):
         codes, scales = integers(256, outputs, features // 2), rand(features // group, outputs)
         for fragments in (False, True):

@@ -120,6 +120,15 @@ __device__ __forceinline__ uint4 load_shared_u128(uint32_t shared) {
 __device__ __forceinline__ void store_shared_u32(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
 }
+__device__ __forceinline__ void store_shared_u64(uint32_t shared, uint32_t x, uint32_t y) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(shared), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void store_shared_f32x4(uint32_t shared, float x, float y, float z,
+                                                   float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "f"(x), "f"(y), "f"(z),
+               "f"(w)
+               : "memory");
+}
 __device__ __forceinline__ void store_shared_u128(uint32_t shared, const uint4& value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(value.x),
                "r"(value.y), "r"(value.z), "r"(value.w)

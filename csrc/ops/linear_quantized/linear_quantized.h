@@ -66,14 +66,8 @@ constexpr int kMaxQuantizedRanks = 2;   // CTAs of a cluster, which share k
 constexpr int kMaxQuantizedDepth = 8;   // stages of a warp's ring
 constexpr int kQuantizedCtasPerSm = 2;
 constexpr int64_t kFewQuantizedRows = 16;  // of x in one pass
+constexpr int64_t kTiledK = 64;            // of tiles: per stage
 constexpr int64_t kMaxQuantizedRows = 64;  // of x by passes: then a weight in memory is faster
-constexpr int64_t kMaxTiledRows = 512;     // of x by tiles
-constexpr int kTiledColumns = 256;         // of the result per CTA
-constexpr int kTiledBlocks = kTiledColumns / 16;
-constexpr int kTiledUnits = kTiledColumns / 64;
-constexpr int64_t kTiledK = 64;  // per stage
-// Floats per token in shared memory: lanes on different banks.
-constexpr int kTiledPitch = kTiledColumns + 4;
 
 struct LinearQuantizedPlan {
   bool fused;  // codes become operands in registers; else the weight is written in x's dtype first
@@ -81,12 +75,14 @@ struct LinearQuantizedPlan {
   bool gradient;   // dx = dy W: the columns are W's k, and the sums are over its features
   int tiles;       // of 8 tokens per pass
   int64_t passes;  // over the codes: one after another, or CTAs of their own if `tiled`
-  int blocks;      // of 16 features per CTA
-  int ranks;       // CTAs that share k: a cluster
+  int blocks;      // of 16 features (or k of dx) per CTA
+  int ranks;       // CTAs that share the sum: a cluster
+  int rounds;      // `tiled`: whole tiles per CTA
+  bool shared;     // `tiled`: the CTAs share the units of the tiles that follow
   int depth;       // stages of the ring of each warp, or of the CTA
   int early;       // stages of codes that `ahead` copies before the previous kernel ends
   int64_t ctas;
-  int64_t workspace_bytes;  // tokens in the order of stages, aligned to 16 bytes
+  int64_t workspace_bytes;  // `shared`: flags, then a partial sum per CTA; aligned to 16 bytes
   const char* reason;
 };
 
@@ -123,123 +119,6 @@ inline int64_t quantized_smem_bytes(const QuantizedWeight& w, const LinearQuanti
   const int64_t ring =
       kQuantizedWarps * plan.depth * quantized_stage(w, plan.blocks, plan.tiles).bytes;
   return std::max(ring, quantized_sums_bytes(plan.blocks, plan.tiles));
-}
-
-// ---- tiles ----
-
-// A unit: 16 features by 64 k.
-constexpr int64_t tiled_block_bytes(int bits) {
-  return kFragmentBytes * kTiledK / fragment_k(bits);
-}
-
-// Rows of scales that a stage has. y: of its 64 k; int8's scale multiplies the sums. dx: of the
-// tile's 256 k.
-inline int tiled_scale_rows(const QuantizedWeight& w, bool gradient) {
-  if (!gradient) return w.bits == 8 ? 0 : scale_rows_per_stage(w);
-  if (w.group == w.features || w.group % kTiledColumns == 0) return 1;
-  return kTiledColumns % w.group == 0 ? kTiledColumns / static_cast<int>(w.group) : 2;
-}
-
-// One stage of a CTA: tokens, codes of a unit per 16 columns, their scales and zeros. The ring's
-// memory takes the sums at the end; the barriers follow.
-struct TiledStage {
-  int64_t codes, scales, zeros, end, bytes;  // offsets, and the size
-  int64_t barriers;
-};
-
-inline TiledStage tiled_stage(const QuantizedWeight& w, const LinearQuantizedPlan& plan) {
-  const int64_t features = plan.gradient ? kTiledK : kTiledColumns;
-  const int64_t scales = tiled_scale_rows(w, plan.gradient) * features;
-  TiledStage stage{};
-  stage.codes = int64_t{plan.tiles} * 8 * 128;
-  stage.scales = stage.codes + kTiledBlocks * tiled_block_bytes(w.bits);
-  stage.zeros = stage.scales + scales * 2;
-  stage.end = stage.zeros + (w.zeros != nullptr ? scales : 0);
-  stage.bytes = ceil_div(stage.end, int64_t{1024}) * 1024;  // a pattern of the swizzle
-  const int64_t sums = int64_t{plan.tiles} * 8 * kTiledPitch * 4;
-  stage.barriers = std::max(plan.depth * stage.bytes, sums);
-  return stage;
-}
-
-// More than half of an SM's: two CTAs of a cluster on one SM would leave another SM idle.
-inline int64_t tiled_smem_bytes(const QuantizedWeight& w, const LinearQuantizedPlan& plan) {
-  constexpr int64_t kHalf = 115 << 10;
-  return std::max(kHalf, tiled_stage(w, plan).barriers + kMaxQuantizedDepth * 16);
-}
-
-// Null if the kernels of tiles can take a call that the kernel of few rows can, else why not.
-inline const char* why_not_tiled(const LinearQuantizedParams& p, bool gradient) {
-  if (!p.sm90) return "wgmma and clusters are an H100's";
-  if (p.rows > kMaxTiledRows) return "more than 512 rows: a code would become an operand too often";
-  if (p.weight.features % kTiledK != 0) return "the features are no multiple of 64";
-  if ((gradient || p.weight.bits == 4) && p.weight.scale_dtype != p.dtype) {
-    return "scales of another type would be rounded twice";
-  }
-  return nullptr;
-}
-
-// About so many clusters are resident, one CTA per SM. Where two clusters of 8 fit, three of 5 do,
-// and where four of 4 fit, five of 3. Of the SMs that clusters of 8 leave, half complete one of 6.
-inline int64_t resident_tiles(int ranks, const DeviceInfo& device) {
-  const int64_t of_8 = device.clusters[3];
-  switch (ranks) {
-    case 3:
-      return int64_t{device.clusters[2]} * 5 / 4;
-    case 5:
-      return of_8 * 3 / 2;
-    case 6:
-      return of_8 + (device.num_sms - 8 * of_8) / 12;
-    case 8:
-      return of_8;
-    default:
-      return device.clusters[ranks / 2];
-  }
-}
-
-// Cycles of a unit of 64 along the sum: of its products, of the bytes that it takes from L2, and of
-// the conversion (measured: docs/kernels/linear_quantized.md).
-inline int64_t tiled_unit_cycles(const QuantizedWeight& w, const LinearQuantizedPlan& plan) {
-  constexpr int64_t kBytesPerCycle = 24;
-  const int64_t products = int64_t{plan.tiles} * 8 * 8;
-  const int64_t conversion = w.bits == 4 ? (plan.gradient ? 740 : 650) : plan.gradient ? 1030 : 500;
-  return std::max({products, conversion, tiled_stage(w, plan).end / kBytesPerCycle});
-}
-
-// How clusters share the sum, by the cycles of a CTA. `fixed`: the first stage's way, and the sums'
-// way through shared memory.
-inline void share_tiles(const LinearQuantizedParams& p, const DeviceInfo& device,
-                        LinearQuantizedPlan& plan) {
-  const int64_t fixed = 12000 + int64_t{plan.tiles} * 320;
-  const int64_t columns = plan.gradient ? p.weight.features : p.weight.outputs;
-  const int64_t units = ceil_div(plan.gradient ? p.weight.outputs : p.weight.features, kTiledK);
-  const int64_t tiles = ceil_div(columns, int64_t{kTiledColumns}) * plan.passes;
-  const int64_t unit = tiled_unit_cycles(p.weight, plan);
-  int64_t least = 0;
-  for (int ranks : {1, 2, 3, 4, 5, 6, 8}) {
-    const int64_t resident = std::max<int64_t>(resident_tiles(ranks, device), 1);
-    const int64_t cost =
-        ceil_div(tiles, resident) * (ceil_div(units, int64_t{ranks}) * unit + fixed);
-    if (plan.ranks != 0 && cost >= least) continue;
-    least = cost;
-    plan.ranks = ranks;
-    plan.ctas = tiles * ranks;
-  }
-  plan.workspace_bytes = plan.passes * units * plan.tiles * 8 * 128;
-}
-
-inline LinearQuantizedPlan choose_tiles(const LinearQuantizedParams& p, const DeviceInfo& device,
-                                        bool gradient) {
-  LinearQuantizedPlan plan{.fused = true, .tiled = true, .gradient = gradient};
-  plan.tiles = p.rows <= 32 ? 4 : p.rows <= 64 ? 8 : 16;
-  plan.passes = ceil_div(p.rows, int64_t{plan.tiles} * 8);
-  plan.blocks = kTiledBlocks;
-  share_tiles(p, device, plan);
-  const int64_t fitting =
-      (device.smem_per_block - kMaxQuantizedDepth * 16) / tiled_stage(p.weight, plan).bytes;
-  plan.depth = static_cast<int>(std::clamp<int64_t>(fitting, 2, kMaxQuantizedDepth));
-  plan.reason = plan.passes == 1 ? "each code is read once and becomes wgmma's operand in registers"
-                                 : "codes become wgmma's operand in registers";
-  return plan;
 }
 
 // Null if the kernels that read codes as operands can take the call, else the reason why not.
@@ -298,6 +177,176 @@ inline void share_weight(const LinearQuantizedParams& p, const DeviceInfo& devic
   }
 }
 
+// ---- tiles ----
+
+// A tile is 64 columns of the result per warpgroup by a number of tokens: 256 columns by 32, 64 or
+// 128 tokens, or 128 columns by 256. A stage of the ring is a unit: 64 along the sum.
+constexpr int kTiledTokens[] = {32, 64, 128, 256};
+constexpr int tiled_groups(int tokens) { return tokens == 256 ? 2 : 4; }
+// The kernel of 128 tokens has no registers left for parts of tiles, except a cluster's.
+constexpr bool tiled_may_share(int tokens) { return tokens != 128; }
+constexpr int kTiledFlagBytes = 4096;  // of the workspace: a flag per CTA and warpgroup
+// With more rows the product pays for a weight in memory.
+constexpr int64_t max_tiled_rows(int bits) { return bits == 4 ? 2048 : 1024; }
+
+// Of 16 features and 64 k.
+constexpr int64_t tiled_block_bytes(int bits) {
+  return kFragmentBytes * kTiledK / fragment_k(bits);
+}
+
+// Rows of scales that a stage has. y: of its 64 k; int8's scale multiplies the sums. dx: of the
+// tile's k.
+inline int tiled_scale_rows(const QuantizedWeight& w, bool gradient, int columns) {
+  if (!gradient) return w.bits == 8 ? 0 : scale_rows_per_stage(w);
+  if (w.group == w.features || w.group % columns == 0) return 1;
+  return columns % w.group == 0 ? columns / static_cast<int>(w.group) : 2;
+}
+
+// Shared memory of a CTA. A stage of the ring is the tokens and the codes of a unit, and its part
+// of a second ring of scales and zeros. The sums that a cluster exchanges replace both at the end.
+struct TiledMemory {
+  int codes, bytes;                      // of a stage: where the codes begin, and its size
+  int zeros, scale_bytes, scale_stride;  // of its scales: where zeros begin, size, distance
+  int scales, output, barriers, size;    // of the CTA; `output` is the rounded tile
+};
+
+inline TiledMemory tiled_memory(const QuantizedWeight& w, const LinearQuantizedPlan& plan) {
+  const int tokens = plan.tiles * 8, columns = plan.blocks * 16;
+  const int features = plan.gradient ? static_cast<int>(kTiledK) : columns;
+  const int scales = tiled_scale_rows(w, plan.gradient, columns) * features;
+  TiledMemory m{};
+  m.codes = tokens * 128;
+  m.bytes = m.codes + plan.blocks * static_cast<int>(tiled_block_bytes(w.bits));
+  m.zeros = scales * 2;
+  m.scale_bytes = m.zeros + (w.zeros != nullptr ? scales : 0);
+  m.scale_stride = ceil_div(m.scale_bytes, 128) * 128;
+  m.scales = plan.depth * m.bytes;
+  const int sums = plan.ranks > 1 ? columns * tokens * 4 : 0;
+  m.output = ceil_div(std::max(m.scales + plan.depth * m.scale_stride, sums), 1024) * 1024;
+  m.barriers = m.output + columns * tokens * 2;
+  m.size = m.barriers + kMaxQuantizedDepth * 16;
+  return m;
+}
+
+// Null if the kernels of tiles can take a call that the kernel of few rows can, else why not.
+inline const char* why_not_tiled(const LinearQuantizedParams& p, bool gradient) {
+  if (!p.sm90) return "wgmma and clusters are an H100's";
+  if (p.rows > max_tiled_rows(p.weight.bits)) {
+    return p.weight.bits == 4 ? "more than 2048 rows: a code would become an operand too often"
+                              : "more than 1024 rows: a code would become an operand too often";
+  }
+  if (p.weight.features % kTiledK != 0) return "the features are no multiple of 64";
+  if (p.weight.features == 0 || p.weight.outputs == 0) return "the weight is empty";
+  if ((gradient || p.weight.bits == 4) && p.weight.scale_dtype != p.dtype) {
+    return "scales of another type would be rounded twice";
+  }
+  return nullptr;
+}
+
+// About so many clusters are resident, one CTA per SM. Where two clusters of 8 fit, three of 5 do,
+// and where four of 4 fit, five of 3. Of the SMs that clusters of 8 leave, half complete one of 6.
+inline int64_t resident_tiles(int ranks, const DeviceInfo& device) {
+  const int64_t of_8 = device.clusters[3];
+  switch (ranks) {
+    case 3:
+      return int64_t{device.clusters[2]} * 5 / 4;
+    case 5:
+      return of_8 * 3 / 2;
+    case 6:
+      return of_8 + (device.num_sms - 8 * of_8) / 12;
+    case 8:
+      return of_8;
+    default:
+      return device.clusters[ranks / 2];
+  }
+}
+
+// The cycles of the CTA that has the most to do (measured: docs/kernels/linear_quantized.md).
+struct TiledCost {
+  int64_t unit, tiles, units;  // cycles of a unit; of the product; of a tile
+  int64_t columns_by_tokens;   // of a tile
+
+  TiledCost(const LinearQuantizedParams& p, const LinearQuantizedPlan& plan) {
+    const QuantizedWeight& w = p.weight;
+    const int64_t tokens = plan.tiles * 8, groups = plan.blocks / 4;
+    // wgmma takes two cycles per token. A conversion takes the longer, the more wgmma runs.
+    const int64_t conversion = w.bits == 4 ? 168 : plan.gradient ? 233 : 220;
+    unit = groups * std::max(tokens * 2 + 4, conversion + tokens * 5 / 4);
+    units = ceil_div(plan.gradient ? w.outputs : w.features, kTiledK);
+    tiles = ceil_div(plan.gradient ? w.features : w.outputs, groups * 64) * plan.passes;
+    columns_by_tokens = groups * 64 * tokens;
+  }
+  // `rounds` tiles, one after another.
+  int64_t whole(int64_t rounds) const { return kStart + rounds * (units * unit + kStore); }
+  int64_t cluster(int64_t ranks) const {
+    return kStart + ceil_div(units, ranks) * unit + kStore + columns_by_tokens * 15 / 64;
+  }
+  // The rest after `rounds` tiles is shared by `ctas`.
+  int64_t shared(int64_t rounds, int64_t ctas) const {
+    const int64_t rest = ceil_div((tiles - rounds * ctas) * units, ctas);
+    return whole(rounds) + rest * unit + 8000 + columns_by_tokens / 2;
+  }
+
+ private:
+  // The launch and the first stage's way; the sums' way through shared memory.
+  static constexpr int64_t kStart = 4000, kStore = 2000;
+};
+
+// How the CTAs share `plan`'s tiles, and its cycles.
+inline int64_t share_tiles(const LinearQuantizedParams& p, const DeviceInfo& device,
+                           LinearQuantizedPlan& plan) {
+  const TiledCost cost(p, plan);
+  const int64_t sms = device.num_sms;
+  plan.rounds = static_cast<int>(ceil_div(cost.tiles, sms));
+  plan.ctas = std::min(cost.tiles, sms);
+  plan.ranks = 1;
+  int64_t least = cost.whole(plan.rounds);
+  for (int ranks : {2, 3, 4, 5, 6, 8}) {
+    if (cost.tiles > resident_tiles(ranks, device) || ranks > cost.units) continue;
+    if (cost.cluster(ranks) >= least) continue;
+    least = cost.cluster(ranks);
+    plan.ranks = ranks;
+    plan.rounds = 0;
+    plan.ctas = cost.tiles * ranks;
+  }
+  // At least one round of tiles is shared, so that the parts of few CTAs make a tile. The CTAs are
+  // not in step along the sum then: L2 must hold the tokens.
+  const int64_t rounds = std::max<int64_t>(cost.tiles / sms - 1, 0);
+  const bool fits_l2 = p.rows * cost.units * kTiledK * 2 <= device.l2_bytes;
+  const bool flags_fit = sms * tiled_groups(plan.tiles * 8) * 4 <= kTiledFlagBytes;
+  if (fits_l2 && flags_fit && tiled_may_share(plan.tiles * 8) && cost.tiles % sms != 0 &&
+      cost.tiles * cost.units >= sms && cost.shared(rounds, sms) < least) {
+    least = cost.shared(rounds, sms);
+    plan.shared = true;
+    plan.ranks = 1;
+    plan.rounds = static_cast<int>(rounds);
+    plan.ctas = sms;
+    plan.workspace_bytes = kTiledFlagBytes + sms * cost.columns_by_tokens * 4;
+  }
+  return least;
+}
+
+inline LinearQuantizedPlan choose_tiles(const LinearQuantizedParams& p, const DeviceInfo& device,
+                                        bool gradient) {
+  LinearQuantizedPlan best{};
+  int64_t least = 0;
+  for (const int tokens : kTiledTokens) {
+    LinearQuantizedPlan plan{.fused = true, .tiled = true, .gradient = gradient};
+    plan.tiles = tokens / 8;
+    plan.passes = ceil_div(p.rows, int64_t{tokens});
+    plan.blocks = tiled_groups(tokens) * 4;
+    const int64_t cycles = share_tiles(p, device, plan);
+    if (best.fused && cycles >= least) continue;
+    least = cycles;
+    best = plan;
+  }
+  best.depth = kMaxQuantizedDepth;
+  while (best.depth > 2 && tiled_memory(p.weight, best).size > device.smem_per_block) --best.depth;
+  best.reason = best.passes == 1 ? "each code is read once and becomes wgmma's operand in registers"
+                                 : "codes become wgmma's operand in registers";
+  return best;
+}
+
 inline LinearQuantizedPlan choose_linear_quantized(const LinearQuantizedParams& p,
                                                    const DeviceInfo& device) {
   if (const char* why = why_not_fused(p, device)) return {.fused = false, .reason = why};
@@ -345,8 +394,12 @@ inline std::string describe(const LinearQuantizedPlan& plan) {
     return "wg" + tile + std::to_string(plan.depth) +
            " stages, CTAs: " + std::to_string(plan.ctas) +
            (plan.ranks == 1 ? "" : " in clusters of " + std::to_string(plan.ranks)) +
-           (plan.passes == 1 ? "" : ", tiles of tokens: " + std::to_string(plan.passes)) +
-           ", workspace " + std::to_string(plan.workspace_bytes) + " bytes (" + plan.reason + ")";
+           (plan.rounds <= 1 ? "" : ", whole tiles per CTA: " + std::to_string(plan.rounds)) +
+           (plan.shared
+                ? ", the rest shared, workspace " + std::to_string(plan.workspace_bytes) + " bytes"
+                : "") +
+           (plan.passes == 1 ? "" : ", tiles of tokens: " + std::to_string(plan.passes)) + " (" +
+           plan.reason + ")";
   }
   return tile + std::to_string(kQuantizedWarps * plan.ranks) +
          (plan.ranks == 1 ? " warps share k, " : " warps of a cluster share k, ") +

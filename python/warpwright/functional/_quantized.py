@@ -21,10 +21,10 @@ def linear_quantized(
     """``input @ W.T + bias`` of a weight in integer codes, ``W = (codes - zeros) * scales``.
 
     The gradient goes to ``input`` and ``bias``, as training an adapter needs; codes and scales are
-    constants. On Hopper, for up to 512 rows of a 16-bit ``input`` or of its gradient, the kernels
-    convert codes in fragment order to operands in registers. Other calls first write the weight to
-    memory in the dtype of ``input``. :class:`warpwright.nn.QuantizedLinear` keeps the
-    order that its device needs.
+    constants. On Hopper, for up to 2048 rows (int8: 1024) of a 16-bit ``input`` or of its gradient,
+    the kernels convert codes in fragment order to operands in registers. Other calls first write
+    the weight to memory in the dtype of ``input``. :class:`warpwright.nn.QuantizedLinear` keeps
+    the order that its device needs.
 
     Args:
         input: (..., in_features), any strides; float32, float64, bfloat16 or float16.

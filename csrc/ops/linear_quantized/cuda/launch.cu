@@ -8,7 +8,6 @@ static void launch_of_type(const LinearQuantizedParams& p, const LinearQuantized
                            void* workspace, cudaStream_t stream) {
   for_int<4, 8>(p.weight.bits, [&]<int kBits>() {
     if (plan.tiled) {
-      arrange_tokens(p, plan, workspace, stream);
       return plan.gradient ? launch_tiled<T, kBits, true>(p, plan, workspace, stream)
                            : launch_tiled<T, kBits, false>(p, plan, workspace, stream);
     }

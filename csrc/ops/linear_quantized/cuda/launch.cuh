@@ -53,11 +53,10 @@ void launch_fused(const LinearQuantizedParams& call, const LinearQuantizedPlan& 
 template <class T, int kBits>
 void launch_fused_sm90(const LinearQuantizedParams& call, const LinearQuantizedPlan& plan,
                        cudaStream_t stream);
-// In tiles: y, or the gradient of x. `tokens` is what arrange_tokens() wrote.
+// In tiles: y, or the gradient of x.
 template <class T, int kBits, bool kGradient>
 void launch_tiled(const LinearQuantizedParams& call, const LinearQuantizedPlan& plan,
-                  const void* tokens, cudaStream_t stream);
-void arrange_tokens(const LinearQuantizedParams& call, const LinearQuantizedPlan& plan,
-                    void* tokens, cudaStream_t stream);
+                  void* workspace, cudaStream_t stream);
+void clear_flags(void* flags, cudaStream_t stream);
 
 }  // namespace warpwright

@@ -4,6 +4,6 @@
 namespace warpwright {
 
 template void launch_tiled<half, 4, false>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
-                                           const void*, cudaStream_t);
+                                           void*, cudaStream_t);
 
 }  // namespace warpwright
