@@ -411,6 +411,7 @@ inline GemmPlan choose_gemm(const GemmParams& p, const DeviceInfo& device) {
   } else {
     choose_tile(p, device, plan);
     if (takes_short_k(p, device)) {
+      if (plan.variant != GemmVariant::kSm90) plan.tile = GemmTile::k64x64;
       plan.variant = GemmVariant::kShortK;
       plan.short_k = choose_short_k_cut(p.m, p.n, p.k, device);
       plan.short_k.staged = p.n % 16 != 0 && d_pitch(p) == p.n;

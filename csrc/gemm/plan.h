@@ -22,7 +22,7 @@ struct GemmPlan {
   Sm90Loading loading;     // kSm90
   int cluster;        // kSm90: CTAs with neighbouring tiles along N, which share their loads of A
   int row_groups;     // kOuterProduct: groups per block
-  ShortKCut short_k;  // kShortK. The tile is the one that would run otherwise
+  ShortKCut short_k;  // kShortK. The tile is that of sm_90a, for forms that only tiles have
   bool sums_rows;     // the kernel writes GemmParams::row_sums
   int row_sum_shares = 1;  // tiles of a row of tiles that share its sums (tile/row_sums_sm90.cuh)
   int64_t workspace_bytes;

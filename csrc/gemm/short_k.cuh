@@ -1,14 +1,13 @@
-// The matrix product of a short k, whose bound is the bytes of A and D. Warps work alone: operands
-// go from memory to the registers of mma.sync, and D from there to memory. Neither passes through
-// shared memory, where the rows of the sm_90a tiles cost more than their bytes.
+// The matrix product of a short k, whose bound is the bytes of A and D. Operands go from memory to
+// the registers of mma.sync, and D from there to memory. TMA would handle a tile row by row, and
+// these rows are so short that this takes longer than their bytes.
 //
 // mma.sync gives lane (g, t) = (lane / 4, lane % 4) two pairs of each row's 16 elements of k, and
 // one pair of each row's 8 columns. Any order of k gives the same product if A and B agree on it,
 // and any order of the columns is right if B's rows and D's columns agree. The orders below let a
 // lane read 4 to 16 bytes of a row of A, and write 4 to 16 bytes of a row of D.
 //
-// The weights stay in registers. A warp walks over blocks of 16 rows and loads kAhead of them
-// ahead.
+// The weights stay in registers. A warp walks over blocks of 16 rows and loads the next ones ahead.
 #pragma once
 
 #include <cstdint>
@@ -57,8 +56,8 @@ __host__ __device__ constexpr int short_k_sums_bytes(ShortKForm form, int row_wa
   return form == ShortKForm::kMoments ? (bytes + 127) / 128 * 128 : 0;
 }
 
-// The k of a row in 32-bit words, each a pair. A lane has every fourth pair, in runs: four words of
-// 32 elements of k, two of 16, one of 8.
+// A lane's part of 16 rows in 32-bit words, each a pair of neighbours along k. Of 32 elements of k
+// it has a run of four words, of 16 two, of 8 one.
 template <int kK>
 struct ShortKRows {
   static constexpr int kWords = kK / 8;
@@ -214,8 +213,8 @@ struct ShortKWarp {
       }
       if constexpr (kForm == ShortKForm::kBias) {
         const int pair = Columns::column_of(tile, lane % 4 * 2);
-        const auto* from = static_cast<const T*>(p.bias) + first_column + pair;
-        bias[tile] = pair < columns_left ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0;
+        const auto* from = static_cast<const uint16_t*>(p.bias) + first_column + pair;
+        bias[tile] = pair < columns_left ? from[0] | uint32_t{from[1]} << 16 : 0;
       }
     }
   }
@@ -298,7 +297,7 @@ struct ShortKWarp {
     });
   }
 
-  // Writes the warp's sums: f(column, sums).
+  // Calls f(column, sums) for the warp's columns.
   template <class F>
   __device__ __forceinline__ void for_sums(F&& f) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
