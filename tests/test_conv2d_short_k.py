@@ -1,4 +1,4 @@
-"""Products with a short k: 1x1 convolutions of few channels, and linear (csrc/gemm/short_k.cuh)."""
+"""Products with a short k: 1x1 convolutions of few channels, and linear (csrc/gemm/short_k_sm90.cuh)."""
 
 import pytest
 import torch

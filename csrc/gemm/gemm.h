@@ -11,7 +11,7 @@
 //   cluster split (cluster_split_sm90.cuh)  the same for few output tiles: a cluster splits k
 //   few rows (few_rows.cu)           float32 by FMA, bound by the bytes of B
 //   outer product (outer_product_sm90.cu)   few rows, bound by the bytes of D
-//   short k (short_k.cuh)   many rows, bound by the bytes of A and D
+//   short k (short_k_sm90.cuh)   many rows, bound by the bytes of A and D
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// How the kernel for a short k (short_k.cuh) cuts a product. A warp keeps the weights of its
+// How the kernel for a short k (short_k_sm90.cuh) cuts a product. A warp keeps the weights of its
 // columns in registers. The warps of a CTA that have the same rows form groups of columns.
 #pragma once
 

@@ -1,5 +1,5 @@
 // The kernels of float16 for a short k.
-#include "gemm/short_k.cuh"
+#include "gemm/short_k_sm90.cuh"
 
 namespace warpwright {
 

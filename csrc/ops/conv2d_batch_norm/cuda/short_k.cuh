@@ -1,7 +1,7 @@
 // The launch of a product with a short k that also takes the moments of its output's columns.
 #pragma once
 
-#include "gemm/short_k.cuh"
+#include "gemm/short_k_sm90.cuh"
 #include "ops/conv2d_batch_norm/cuda/product.h"
 
 namespace warpwright {
