@@ -104,6 +104,20 @@ const char* fault_of_sm90(const GemmParams& p, const GemmPlan& c, const DeviceIn
                                                                            : "too many tiles";
 }
 
+const char* fault_of_short_k(const GemmParams& p, const GemmPlan& c, const DeviceInfo& device) {
+  if (p.k > kMaxShortK || p.k % 8 != 0 || c.kind != GemmKind::k16Bit || !p.sm90) return "k or type";
+  if (p.n % 8 != 0 || p.a.major != Major::kK) return "operands";
+  const ShortKCut& cut = c.short_k;
+  const int warps = cut.groups * cut.row_warps;
+  if (warps < 1 || warps > kShortKMaxWarps) return "warps";
+  if (cut.groups * cut.columns < p.n || (cut.groups - 1) * cut.columns >= p.n) return "groups";
+  const int per_sm = short_k_warps_per_sm(static_cast<int>(p.k), cut.columns);
+  if (cut.ctas < 1 || cut.ctas * warps > per_sm * device.num_sms) return "CTAs";
+  // A CTA without rows would write no record.
+  if (int64_t{cut.ctas - 1} * cut.row_warps * 16 >= p.m) return "a CTA without rows";
+  return c.splits == 1 && c.workspace_bytes == 0 ? nullptr : "splits";
+}
+
 const char* fault_of_gemm(const GemmParams& p, const GemmPlan& c, const DeviceInfo& device) {
   if (c.kind != gemm_kind(p)) return "another kind";
   if (c.splits < 1 || c.splits > kMaxSplits) return "splits";
@@ -114,6 +128,8 @@ const char* fault_of_gemm(const GemmParams& p, const GemmPlan& c, const DeviceIn
       return fault_of_portable(p, c, device);
     case GemmVariant::kSm90:
       return fault_of_sm90(p, c, device);
+    case GemmVariant::kShortK:
+      return fault_of_short_k(p, c, device);
     case GemmVariant::kFewRows:
       if (p.m > kMaxFewRows || c.kind != GemmKind::kFp32) return "rows or type";
       if (!(c.a_vectorized && c.b_vectorized)) return "operands";
@@ -200,6 +216,11 @@ int main(int argc, char** argv) {
     for (const int64_t m : edges) {
       for (const int64_t n : edges) {
         for (const int64_t k : edges) check(devices, m, n, k);
+      }
+    }
+    for (const int64_t m : {20000, 100001, 3211264}) {
+      for (int64_t n = 4; n <= 264; n += 4) {
+        for (int64_t k = 4; k <= 48; k += 4) check(devices, m, n, k);
       }
     }
     // Extents whose logarithm is evenly spread, of at most 2^40 elements of D.

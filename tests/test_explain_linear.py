@@ -224,7 +224,7 @@ def linear_choices(tmp_path_factory):
 # Of each m, n and k: four types, four directions of the operands.
 def test_linear_choices_are_legal(linear_choices):
     """A kernel there is, within shared memory, workspace and grid: on Hopper, and on older GPUs."""
-    assert linear_choices() == (26**3 + 2000) * 16 * 8
+    assert linear_choices() == (26**3 + 3 * 66 * 12 + 2000) * 16 * 8
     assert linear_choices(512, 11) == 47**3 * 16
 
 

@@ -56,6 +56,10 @@ inline std::string describe(const GemmParams& p, const GemmPlan& plan) {
                      static_cast<int>(kOuterProductCols)) +
              " a block";
       break;
+    case GemmVariant::kShortK:
+      text = "16-bit mma.sync from memory to memory, short k, " +
+             std::to_string(plan.short_k.columns) + " columns a warp";
+      break;
     case GemmVariant::kSm90:
       text = describe_sm90_tile(plan);
       break;
@@ -66,7 +70,9 @@ inline std::string describe(const GemmParams& p, const GemmPlan& plan) {
   text += describe_majors(p);
   if (plan.variant == GemmVariant::kSm90) text += describe_sm90_loading(p, plan.loading);
   if (p.transposed_d) text += ", D transposed";
-  if (plan.cluster > 1) text += ", clusters of " + std::to_string(plan.cluster) + " share A";
+  if (plan.variant == GemmVariant::kSm90 && plan.cluster > 1) {
+    text += ", clusters of " + std::to_string(plan.cluster) + " share A";
+  }
   if (plan.splits > 1) text += ", split-k " + std::to_string(plan.splits);
   if (plan.splits_in_cluster) text += " in a cluster";
   return text + " (" + plan.reason + ")";

@@ -10,7 +10,8 @@
 //   sm_90a (kernel_sm90.cuh)         TMA and wgmma. Its extension point is the Loading.
 //   cluster split (cluster_split_sm90.cuh)  the same for few output tiles: a cluster splits k
 //   few rows (few_rows.cu)           float32 by FMA, bound by the bytes of B
-//   outer product (outer_product_sm90.cu)   a short k, bound by the bytes of D
+//   outer product (outer_product_sm90.cu)   few rows, bound by the bytes of D
+//   short k (short_k_sm90.cuh)   many rows, bound by the bytes of A and D
 #pragma once
 
 #include <algorithm>
@@ -172,6 +173,21 @@ inline double estimate_outer_product_cycles(const GemmParams& p, const DeviceInf
   constexpr double kOperandCycles = 5000;
   return kOperandCycles + 2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) /
                               device.memory_bytes_per_cycle();
+}
+
+// ---- short k ----
+
+// The kernel for many rows of a short k: the bytes of A and D bound it. A row of k or n is whole
+// 16-byte vectors.
+inline bool takes_short_k(const GemmParams& p, const DeviceInfo& device) {
+  constexpr int64_t kMinBlocks = 8;  // of 16 rows, per SM
+  if (gemm_kind(p) != GemmKind::k16Bit || why_not_sm90(p) != nullptr) return false;
+  if (p.k > kMaxShortK || p.k % 8 != 0 || p.n > kMaxShortKColumns || p.n % 8 != 0) return false;
+  if (p.a.major != Major::kK || !p.a.aligned) return false;
+  if (!rows_are_aligned(p.d, d_pitch(p) * 2, 16)) return false;
+  if (p.accum_d || p.accumulate || p.transposed_d || p.row_sums != nullptr) return false;
+  if (p.preactivation != nullptr || p.activation != Activation::kNone) return false;
+  return p.m >= kMinBlocks * 16 * device.num_sms;
 }
 
 // ---- choice ----
@@ -394,6 +410,13 @@ inline GemmPlan choose_gemm(const GemmParams& p, const DeviceInfo& device) {
     plan.reason = "few rows: the bytes of the result decide";
   } else {
     choose_tile(p, device, plan);
+    if (takes_short_k(p, device)) {
+      if (plan.variant != GemmVariant::kSm90) plan.tile = GemmTile::k64x64;
+      plan.variant = GemmVariant::kShortK;
+      plan.short_k = choose_short_k_cut(p.m, p.n, p.k, device);
+      plan.short_k.staged = p.n % 16 != 0 && d_pitch(p) == p.n;
+      plan.reason = "a short k: the bytes of the rows decide";
+    }
   }
   plan.sums_rows = p.row_sums != nullptr && can_sum_rows(p, plan);
   if (plan.sums_rows) plan.row_sum_shares = choose_row_sum_shares(p, plan);

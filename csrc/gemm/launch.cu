@@ -14,6 +14,9 @@ void launch_gemm(const GemmParams& p, const GemmPlan& plan, void* workspace, cud
       return launch_gemm_few_rows(p, stream);
     case GemmVariant::kOuterProduct:
       return launch_gemm_outer_product(p, plan, stream);
+    case GemmVariant::kShortK:
+      return p.dtype() == DType::kBFloat16 ? launch_gemm_short_k<bf16>(p, plan, stream)
+                                           : launch_gemm_short_k<half>(p, plan, stream);
     case GemmVariant::kSm90:
       return for_gemm_kind(plan.kind, p.dtype(), [&]<GemmKind kKind, class T>() {
         if constexpr (kKind == GemmKind::k16Bit) {

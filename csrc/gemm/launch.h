@@ -19,6 +19,10 @@ template <class T>
 void launch_gemm_cluster_split(const GemmParams& params, const GemmPlan& plan, void* workspace,
                                cudaStream_t stream);
 
+// Of 16-bit operands.
+template <class T>
+void launch_gemm_short_k(const GemmParams& params, const GemmPlan& plan, cudaStream_t stream);
+
 void launch_gemm_few_rows(const GemmParams& params, cudaStream_t stream);
 void launch_gemm_outer_product(const GemmParams& params, const GemmPlan& plan, cudaStream_t stream);
 

@@ -4,11 +4,12 @@
 #include <cstdint>
 
 #include "gemm/params.h"
+#include "gemm/short_k.h"
 #include "gemm/tiles.h"
 
 namespace warpwright {
 
-enum class GemmVariant { kPortable, kSm90, kFewRows, kOuterProduct };
+enum class GemmVariant { kPortable, kSm90, kFewRows, kOuterProduct, kShortK };
 
 struct GemmPlan {
   GemmVariant variant;
@@ -19,9 +20,10 @@ struct GemmPlan {
   int splits;              // parts of k, summed in order by a second kernel or in a cluster
   bool splits_in_cluster;  // kSm90: `splits` CTAs form a cluster, which adds the parts
   Sm90Loading loading;     // kSm90
-  int cluster;     // kSm90: CTAs with neighbouring tiles along N, which share their loads of A
-  int row_groups;  // kOuterProduct: groups per block
-  bool sums_rows;  // the kernel writes GemmParams::row_sums
+  int cluster;        // kSm90: CTAs with neighbouring tiles along N, which share their loads of A
+  int row_groups;     // kOuterProduct: groups per block
+  ShortKCut short_k;  // kShortK. The tile is that of sm_90a, for forms that only tiles have
+  bool sums_rows;     // the kernel writes GemmParams::row_sums
   int row_sum_shares = 1;  // tiles of a row of tiles that share its sums (tile/row_sums_sm90.cuh)
   int64_t workspace_bytes;
   double cycles;  // estimate, to compare with other operands; not of kFewRows

@@ -14,15 +14,17 @@
 
 namespace warpwright {
 
-// Per CTA: of two consumers, each in two columns of tiles.
+// Per CTA of a tile: of two consumers, each in two columns of tiles. A CTA of the kernel for a
+// short k has one, of all channels.
 constexpr int kMomentsRecords = 4;
 
 struct Conv2dMomentsPlan {
   std::variant<TmaIm2colConfig, RowWalkConfig, MatrixProductConfig> kernel;
   int64_t ctas;
   int64_t columns;  // channels of a record
+  int records_per_cta = kMomentsRecords;
 
-  int64_t records() const { return ctas * kMomentsRecords; }
+  int64_t records() const { return ctas * records_per_cta; }
   // The moments (float2) come first, then the records' headers (two int each).
   int64_t workspace_bytes() const { return records() * (columns + 1) * 8; }
 };
@@ -107,7 +109,14 @@ inline Conv2dMomentsChoice choose_conv2d_moments(const Conv2dParams& p, int oper
   if (const auto* walk = std::get_if<RowWalkConfig>(&plan.kernel)) {
     return {Conv2dMomentsPlan{*walk, walk->ctas, /*columns=*/64}, nullptr};
   }
-  if (const auto* product = std::get_if<MatrixProductConfig>(&plan.kernel)) return with(*product);
+  if (const auto* product = std::get_if<MatrixProductConfig>(&plan.kernel)) {
+    if (product->plan.variant != GemmVariant::kShortK || p.bias != nullptr) return with(*product);
+    constexpr int64_t kMergedColumns = 32;  // by a block of the merge: a record is multiples of it
+    return {Conv2dMomentsPlan{*product, product->plan.short_k.ctas,
+                              ceil_div<int64_t>(s.k, kMergedColumns) * kMergedColumns,
+                              /*records_per_cta=*/1},
+            nullptr};
+  }
   return none("the convolution's kernel has no form with statistics");
 }
 
@@ -116,8 +125,11 @@ inline std::string describe(const Conv2dMomentsChoice& choice) {
     return std::string("batch norm takes them from the convolution's output (") + choice.why_not +
            ")";
   }
-  return "taken by the convolution as it stores tiles of " + std::to_string(choice.plan->columns) +
-         " channels, " + std::to_string(choice.plan->records()) + " records merged";
+  const bool tiles = choice.plan->records_per_cta == kMomentsRecords;
+  return "taken by the convolution as it stores " +
+         (tiles ? "tiles of " + std::to_string(choice.plan->columns) + " channels"
+                : std::string("rows")) +
+         ", " + std::to_string(choice.plan->records()) + " records merged";
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

@@ -50,8 +50,10 @@ inline HiddenGradientPlan choose_hidden_gradient(const HiddenGradientParams& p,
   } else {
     plan.gemm = choose_gemm(product, device);
     // The kernel has one tile. It hides the loads of z if it has many.
-    const bool fills = plan.gemm.variant == GemmVariant::kSm90 && plan.gemm.splits == 1 &&
-                       plan.gemm.tile != GemmTile::k128x64 && plan.gemm.tile != GemmTile::k64x64;
+    const bool has_tile =
+        plan.gemm.variant == GemmVariant::kSm90 || plan.gemm.variant == GemmVariant::kShortK;
+    const bool fills = has_tile && plan.gemm.splits == 1 && plan.gemm.tile != GemmTile::k128x64 &&
+                       plan.gemm.tile != GemmTile::k64x64;
     plan.fused = fills;
     plan.gemm.tile = GemmTile::k128x128;
     plan.gemm.cluster = 1;

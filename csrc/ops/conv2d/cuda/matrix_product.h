@@ -1,5 +1,5 @@
 // A 1 x 1 convolution of stride 1, without padding and groups, channels last. It is the matrix
-// product of `linear` on the pixels, without a copy, if gemm/ has an sm_90a kernel for it.
+// product of `linear` on the pixels, without a copy, if gemm/ has a kernel of Hopper's for it.
 //   fprop  y (NPQ, K) = x (NPQ, C) w^T (C, K) + b
 //   dgrad  dx (NPQ, C) = dy (NPQ, K) w (K, C)
 //   wgrad  dw (K, C) = dy^T (K, NPQ) x (NPQ, C), with the bias gradient as the sums of dy^T's rows
@@ -65,7 +65,9 @@ inline std::optional<MatrixProductConfig> choose_matrix_product(ConvDirection di
   GemmParams product = conv2d_product(direction, s, addresses);
   product.row_sums = sums;
   const GemmPlan plan = choose_gemm(product, device);
-  if (plan.variant != GemmVariant::kSm90) return std::nullopt;
+  if (plan.variant != GemmVariant::kSm90 && plan.variant != GemmVariant::kShortK) {
+    return std::nullopt;
+  }
   // Only wgrad has a workspace. Outputs small enough for a split k do not suit large tiles.
   if (direction != ConvDirection::kWgrad && plan.workspace_bytes > 0) return std::nullopt;
   return MatrixProductConfig{product, plan};

@@ -41,6 +41,11 @@ void launch_product(const Conv2dParams& params, const MatrixProductConfig& confi
       {address_of(params.input), address_of(params.weight), address_of(params.output)});
   product.bias = params.bias;
   product.overlap.next = true;  // the merge
+  if (plan.records_per_cta == 1) {
+    const MomentsRecords to = moments_records(plan, workspace);
+    return launch_short_k_moments<T>(product, config.plan, to.records, to.moments, plan.columns,
+                                     stream);
+  }
   const MomentsOutput output = moments_output<T>(product, config.plan, plan, workspace);
   config.plan.tile == GemmTile::k128x128
       ? launch_matrix_moments<GemmTile::k128x128, T>(product, config.plan, output, stream)

@@ -1,0 +1,8 @@
+// The kernels of float16 for a short k.
+#include "gemm/short_k_sm90.cuh"
+
+namespace warpwright {
+
+template void launch_gemm_short_k<half>(const GemmParams&, const GemmPlan&, cudaStream_t);
+
+}  // namespace warpwright
