@@ -114,7 +114,7 @@ def test_explain_for_named_devices():
         text = explain("linear", x, w.bfloat16(), device=name)
         assert text.splitlines()[0].endswith(f" on {name} ({gpu.num_sms} SMs)")
         assert ("wgmma" in text) == (gpu.sm_arch == 90)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match=r"device: expected .*'h100', .*, got 'h1000'"):
         explain("linear", x, w.bfloat16(), device="h1000")
 
 

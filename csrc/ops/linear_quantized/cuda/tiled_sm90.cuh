@@ -5,11 +5,14 @@
 // Grid: one CTA per SM, which takes tiles of 256 columns of the result by 32 to 128 tokens, or of
 // 128 by 256, or parts of them (tiled_walk_sm90.cuh); or a cluster per tile, which shares the sum.
 // A warpgroup has 64 columns. A thread of one more warpgroup loads the stages by TMA. What a box
-// has beyond the weight or the tokens is zero. Schedule: a warpgroup converts codes of 16 or 32
-// along the sum while its products of those before run. Each 16 have registers of their own, and
-// each product is a group of its own. The scale multiplies the operand, which is rounded as a
-// weight in memory is, except int8's in y. Sums: float32 along the units of a CTA, then the CTAs in
-// order of the units. Bits repeat. Bound: wgmma's rate, and for up to 128 tokens the conversion.
+// has beyond the weight or the tokens is zero.
+//
+// Schedule: a warpgroup converts codes of 16 or 32 along the sum while its products of those before
+// run. Each 16 have registers of their own, and each product is a group of its own.
+//
+// The scale multiplies the operand, which is rounded as a weight in memory is, except int8's in y.
+// Sums: float32 along the units of a CTA, then the CTAs in order of the units. Bits repeat.
+// Bound: wgmma's rate, and for up to 128 tokens the conversion.
 #pragma once
 
 #include "device/mma_sm80.cuh"
