@@ -293,16 +293,19 @@ def test_pickles_of_former_releases(model, images):
     assert twins_report == report
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(model, images, dynamic):
-    graphs = []
-
+def kept_in(graphs):
     def backend(graph, inputs):
         graphs.append(graph.code)
         return graph
 
+    return backend
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(model, images, dynamic):
+    graphs = []
     swap(model, fuse=True)
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(model, backend=kept_in(graphs), fullgraph=True, dynamic=dynamic)
     for training in (True, False):
         model.train(training)
         twin = copy.deepcopy(model)
@@ -320,14 +323,9 @@ def test_compile_with_statistics(model, images, monkeypatch):
     for module in (_running_statistics, _conv_norm):
         monkeypatch.setattr(module, "takes_statistics", lambda *_: True)
     graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph.code)
-        return graph
-
     swap(model, fuse=True)
     twin = copy.deepcopy(model)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, backend=kept_in(graphs), fullgraph=True)
     torch.testing.assert_close(compiled(images), twin(images))
     assert "warpwright.conv2d_batch_norm" in graphs[-1]
     assert "warpwright.conv2d(" not in graphs[-1]
