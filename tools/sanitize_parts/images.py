@@ -283,6 +283,11 @@ def conv2d_batch_norm_cases():
         yield f"{name}-hardswish", conv_norm(F.conv2d_batch_norm_hardswish), (x, *rest), {}
         add_relu = conv_norm(F.conv2d_batch_norm_add_relu)
         yield f"{name}-add_relu", add_relu, (x, residual, *rest), {}
+    # A short k with statistics: more than batch norm keeps on chip.
+    for c, k in ((16, 96), (24, 72)):
+        x = rand(2, c, 361, 363).contiguous(memory_format=layout)
+        operands = x, rand(k, c, 1, 1), rand(k), rand(k)
+        yield f"short-{c}-{k}", conv_norm(F.conv2d_batch_norm), operands, {}
 
 
 def two_blocks(x, residual, wide, narrow, *norms):

@@ -103,7 +103,10 @@ def linear_cases():
     heads = (64, 10, 128), (301, 3, 200), (512, 16, 1024)  # a classifier's
     # 16-bit: k split inside clusters, of the forward and of both gradients.
     clusters = (91, 2744, 3000), (2463, 1992, 1080)
-    for m, n, k in (*small, *wgmma, *realigned, *few_rows, *whole, *outer, *heads, *clusters):
+    # 16-bit: many rows of a short k; rows of D of whole sectors, and others.
+    short = (16901, 96, 16), (16901, 72, 24), (16901, 120, 40)
+    shapes = *small, *wgmma, *realigned, *few_rows, *whole, *outer, *heads, *clusters, *short
+    for m, n, k in shapes:
         yield f"{m}x{n}x{k}", F.linear, (rand(m, k), rand(n, k), rand(n)), {}
     for m, n, k in ((33, 34, 65), (1031, 528, 264)):
         yield (
