@@ -26,6 +26,7 @@ def executed(path: Path, folder: Path) -> nbformat.NotebookNode:
     # torch's notices on stderr are not the notebook's.
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     environment["PYTHONPATH"] = str(ROOT / "python")
+    environment["COLUMNS"] = "120"  # tables as wide as without a terminal
     client = NotebookClient(
         notebook,
         timeout=300,
