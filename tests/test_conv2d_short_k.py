@@ -66,7 +66,7 @@ def test_which_statistics_it_takes():
     [(8, 16), (24, 24), (40, 48), (72, 24), (96, 48), (144, 48), (192, 48), (200, 32), (256, 32)],
 )
 def test_columns_of_a_warp(n, columns):
-    assert f"{columns} columns a warp" in conv_lines(256, 16, n, 56)["forward"]
+    assert f"{columns} columns per warp" in conv_lines(256, 16, n, 56)["forward"]
 
 
 def tensors(shape, dtype, bias=False, integers=False, mean=0.0):

@@ -58,7 +58,7 @@ inline std::string describe(const GemmParams& p, const GemmPlan& plan) {
       break;
     case GemmVariant::kShortK:
       text = "16-bit mma.sync from memory to memory, short k, " +
-             std::to_string(plan.short_k.columns) + " columns a warp";
+             std::to_string(plan.short_k.columns) + " columns per warp";
       break;
     case GemmVariant::kSm90:
       text = describe_sm90_tile(plan);

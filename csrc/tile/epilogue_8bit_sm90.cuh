@@ -153,8 +153,7 @@ struct Epilogue8BitSm90 : EpilogueSm90<bf16, kBuffers, kTight, /*kRolled=*/!kTig
 
   __device__ __forceinline__ static uint32_t pack(float v0, float v1, DType type) {
     if (type == DType::kBFloat16) return Base::pack(v0, v1);
-    const __half2 pair = __floats2half2_rn(v0, v1);
-    return reinterpret_cast<const uint32_t&>(pair);
+    return pack_nearest(v0, v1, half{});
   }
 
   // The sums themselves. Their bits leave as those of float32 would.

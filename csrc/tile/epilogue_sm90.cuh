@@ -14,6 +14,7 @@
 #include "device/activation.cuh"
 #include "device/math.cuh"
 #include "device/mma_sm80.cuh"
+#include "device/pack.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
@@ -475,13 +476,7 @@ struct EpilogueSm90 {
 
   // v0 goes into the low half, at the lower address.
   __device__ __forceinline__ static uint32_t pack(float v0, float v1) {
-    if constexpr (std::is_same_v<T, bf16>) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(v0, v1);
-      return *reinterpret_cast<const uint32_t*>(&pair);
-    } else {
-      const __half2 pair = __floats2half2_rn(v0, v1);
-      return *reinterpret_cast<const uint32_t*>(&pair);
-    }
+    return pack_nearest(v0, v1, T{});
   }
 };
 

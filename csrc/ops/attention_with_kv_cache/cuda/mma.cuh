@@ -5,6 +5,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/exp.cuh"
 #include "device/mma_sm80.cuh"
+#include "device/pack.cuh"
 #include "device/special_function.cuh"
 #include "ops/attention_with_kv_cache/cuda/launch.h"
 #include "ops/attention_with_kv_cache/cuda/merge.cuh"
@@ -34,15 +35,6 @@ struct KvMmaTile {
 template <int kD>
 __device__ __forceinline__ uint32_t swizzled(uint32_t base, int row, int chunk) {
   return base + static_cast<uint32_t>(row * (kD / 8) + (chunk ^ (row & 7))) * 16;
-}
-
-__device__ __forceinline__ uint32_t pack_kv_pair(float x, float y, bf16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-__device__ __forceinline__ uint32_t pack_kv_pair(float x, float y, half) {
-  const __half2 pair = __floats2half2_rn(x, y);
-  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // Where this lane's token of a step is: lanes 0 to 15 know the keys of the step, lanes 16 to 31 its
@@ -232,7 +224,7 @@ __device__ __forceinline__ void multiply_values(const float (&s)[Tile::kTiles][2
   for (int i = 0; i < Tile::kTiles; ++i)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      weights[i][e] = pack_kv_pair(s[i][e / 2][e % 2 * 2], s[i][e / 2][e % 2 * 2 + 1], T());
+      weights[i][e] = pack_nearest(s[i][e / 2][e % 2 * 2], s[i][e / 2][e % 2 * 2 + 1], T());
 #pragma unroll
   for (int pair = 0; pair < Tile::kD / 16; ++pair) {
     uint32_t v[4];

@@ -1,5 +1,5 @@
 // A 1 x 1 convolution of stride 1, without padding and groups, channels last. It is the matrix
-// product of `linear` on the pixels, without a copy, if gemm/ has a kernel of Hopper's for it.
+// product of `linear` on the pixels, without a copy, if gemm/ has a Hopper kernel for it.
 //   fprop  y (NPQ, K) = x (NPQ, C) w^T (C, K) + b
 //   dgrad  dx (NPQ, C) = dy (NPQ, K) w (K, C)
 //   wgrad  dw (K, C) = dy^T (K, NPQ) x (NPQ, C), with the bias gradient as the sums of dy^T's rows

@@ -8,6 +8,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/flagged.cuh"
 #include "device/movmatrix.cuh"
+#include "device/pack.cuh"
 #include "device/sm90/cluster.cuh"
 #include "ops/linear_quantized/cuda/tiled_walk_sm90.cuh"
 
@@ -131,17 +132,6 @@ __device__ __forceinline__ void add_ranks(uint32_t shared, int piece, int ranks,
 
 // ---- the output ----
 
-template <class T>
-__device__ __forceinline__ uint32_t pack_pair(float a, float b) {
-  if constexpr (std::is_same_v<T, bf16>) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __half2 pair = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-}
-
 // y: the scale of int8, the bias and the rounding, of the features `feature` and 8 more.
 template <class T, int kBits>
 struct TiledFinish {
@@ -163,8 +153,8 @@ struct TiledFinish {
     }
   }
   __device__ __forceinline__ uint32_t operator()(float a, float b, int i) const {
-    return kBits == 8 ? pack_pair<T>(a * scale[i] + bias[i], b * scale[i] + bias[i])
-                      : pack_pair<T>(a + bias[i], b + bias[i]);
+    return kBits == 8 ? pack_nearest(a * scale[i] + bias[i], b * scale[i] + bias[i], T{})
+                      : pack_nearest(a + bias[i], b + bias[i], T{});
   }
 };
 
@@ -205,8 +195,8 @@ struct TiledOutput {
   // dx, 8 tokens. After the transpose a lane has of one token the k of the rows 2t and 2t + 1, and
   // of the rows 8 more: four neighbours (tiled_operands_sm90.cuh).
   __device__ __forceinline__ void write_k(const float* sums, uint32_t to) const {
-    uint32_t first = transpose_8x8(pack_pair<T>(sums[0], sums[1]));
-    uint32_t second = transpose_8x8(pack_pair<T>(sums[2], sums[3]));
+    uint32_t first = transpose_8x8(pack_nearest(sums[0], sums[1], T{}));
+    uint32_t second = transpose_8x8(pack_nearest(sums[2], sums[3], T{}));
     if constexpr (kBits == 8) {
       const uint32_t low = __byte_perm(first, second, 0x5410);
       second = __byte_perm(first, second, 0x7632);

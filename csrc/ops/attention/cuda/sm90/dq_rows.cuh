@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float4 x = from[(half * 8 + i) * 128 + thread];
-    words[0][i / 4][i % 4] = pack_pair_sm90(x.x * scale, x.y * scale, T());
-    words[1][i / 4][i % 4] = pack_pair_sm90(x.z * scale, x.w * scale, T());
+    words[0][i / 4][i % 4] = pack_nearest(x.x * scale, x.y * scale, T());
+    words[1][i / 4][i % 4] = pack_nearest(x.z * scale, x.w * scale, T());
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r)

@@ -14,6 +14,7 @@
 
 #include "device/exp.cuh"
 #include "device/math.cuh"
+#include "device/pack.cuh"
 #include "device/reduce.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/tma.cuh"
@@ -57,15 +58,6 @@ __device__ __forceinline__ void multiply_held(float (&d)[kRegs], const RegisterO
   }
 }
 
-__device__ __forceinline__ uint32_t pack_pair_sm90(float x, float y, bf16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-__device__ __forceinline__ uint32_t pack_pair_sm90(float x, float y, half) {
-  const __half2 pair = __floats2half2_rn(x, y);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
 // An accumulator as the A operand of the next product.
 template <class T, int kRegs>
 __device__ __forceinline__ void round_to_operand(RegisterOperand<kRegs / 8>& a,
@@ -74,7 +66,7 @@ __device__ __forceinline__ void round_to_operand(RegisterOperand<kRegs / 8>& a,
   for (int step = 0; step < kRegs / 8; ++step)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      a[step][i] = pack_pair_sm90(d[8 * step + 2 * i], d[8 * step + 2 * i + 1], T());
+      a[step][i] = pack_nearest(d[8 * step + 2 * i], d[8 * step + 2 * i + 1], T());
 }
 
 template <int kRegs>
@@ -237,7 +229,7 @@ __device__ __forceinline__ void write_row_tile(uint32_t shared, const float (&d)
       const float* from = &d[(first + chunk) * 32 + j * 8];
       uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = pack_pair_sm90(from[2 * i], from[2 * i + 1], T());
+      for (int i = 0; i < 4; ++i) words[i] = pack_nearest(from[2 * i], from[2 * i + 1], T());
       stmatrix_x4((address + chunk * kRows * 128) ^ (j * 32), words);
     }
 }
