@@ -119,7 +119,16 @@ def record_raw(device):
     mask = [True, True, True]
     ops.conv2d_backward(t(2, 3, 6, 6), *convolution[:2], *windows, mask, t(2, 3, 6, 5))
     norm, stats = (t(3), t(3)), (t(3), t(3).abs(), 0.1)
-    ops.conv2d_batch_norm(*convolution, t(2, 3, 6, 6), *norm, 1e-5, "relu", *windows)
+    y, convolved, mean, rstd, mask = ops.conv2d_batch_norm(
+        *convolution, t(2, 3, 6, 6), *norm, 1e-5, "relu", *windows
+    )
+    gate = ops.batch_norm_relu(t(2, 3, 6, 5), t(2, 3, 6, 5), *norm, None, None, True, 1e-5)
+    for sums, kept, activation in ((None, mask, "relu"), (t(3, 2), mask[:0], "none")):
+        ops.conv2d_batch_norm_backward(
+            *(y, sums, t(2, 3, 6, 5), *convolution[:2], *norm, mean, rstd, kept, convolved),
+            *(t(2, 3, 6, 5), gate[1], gate[3], 1e-5, activation, *windows),
+            [True, True, sums is None, True, True],
+        )
     first = (t(2, 1, 6, 6), t(4, 1, 3, 3), t(4), t(4), t(4))
     pooled = ([1, 1], [1, 1], [1, 1], 1, [2, 2], [2, 2], [0, 0], [1, 1], False)
     y, mean, rstd, codes = ops.conv2d_batch_norm_relu_max_pool2d(*first, 1e-5, *pooled, True)
@@ -153,7 +162,7 @@ def composite_calls(device):
         "attention_varlen_second_order": [*grads, *varlen, out_varlen, *options, *packed],
         "attention_second_order": [out, q, k, k, None, out, state, 0.5, False, None, q, k, k, None],
         "conv2d_padding": [t(2, 3, 6, 5), t(4, 3, 3, 2), t(4), [1, 1], "same", [1, 1], 1],
-        "conv2d_join_skip": [t(2, 3, 6, 5), t(2, 3, 6, 5), t(2, 4, 6, 5)],
+        "conv2d_join_skip": [t(2, 3, 6, 5), t(2, 4, 6, 5)],
         "cross_entropy": [t(4, 7), label, None, *loss],
         "cross_entropy_extras": [t(4, 7), label, None, *loss, 0.1, 5.0, True, True, False],
         "linear_cross_entropy": [x, w, label, None, None, *loss, 2],

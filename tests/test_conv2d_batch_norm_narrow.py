@@ -104,6 +104,28 @@ def test_gradients(name, dtype, activation):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["", "relu", "silu", "hardswish"])
+def test_compiled(activation):
+    """The program of the backward has the same kernel."""
+    layer = Layer(next(iter(SHAPES)), torch.bfloat16, activation)
+
+    @torch.compile(fullgraph=True)
+    def forward(x, w, scale, shift):
+        norm = {"norm_weight": scale, "norm_bias": shift, "training": True}
+        z = getattr(F, f"conv2d_batch_norm{f'_{activation}' if activation else ''}")(x, w, **norm)
+        skip = skip_of(x, z)
+        return (z, skip * 1) if layer.joins else (z,)
+
+    def gradients():
+        grads = [layer.dz, layer.dskip] if layer.joins else [layer.dz]
+        return torch.autograd.grad(forward(*layer.inputs), layer.inputs, grads)
+
+    for got, want in zip(gradients(), layer.gradients(), strict=True):
+        assert torch.equal(got, want)
+    assert narrow_kernels(gradients) == 1
+
+
+@pytest.mark.gpu
 @every_shape
 def test_weights_gradient_is_as_good(name):
     """Against float64, from the same rounded dz."""

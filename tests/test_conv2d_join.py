@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import opcheck
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import warpwright.functional as F
@@ -201,8 +202,17 @@ def test_compile(device):
 
     x, w = leaves(device)
     expected = torch.autograd.grad(run(x, w).sum(), (x, w))
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    backwards = []
+
+    def note(module, _):
+        backwards.extend(n for n in module.graph.nodes if n.target is ops.conv2d_backward.default)
+        return module
+
+    backend = aot_autograd(fw_compiler=lambda module, _: module, bw_compiler=note)
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
     torch.testing.assert_close(torch.autograd.grad(compiled(x, w).sum(), (x, w)), expected)
+    (backward,) = backwards
+    assert len(backward.args) == 9  # the last one is the shortcut's gradient
 
 
 def test_writes_are_seen(device):

@@ -66,7 +66,7 @@ def test_autocast_keys(op):
 def test_tags_and_schema(op):
     assert torch.Tag.pt2_compliant_tag in overload(op).tags
     schema = overload(op)._schema
-    if op == "split_qkv":  # composed of ATen's views, which it returns
+    if op in ("split_qkv", "conv2d_join_skip"):  # composed of ATen's views, which they return
         assert OPERATORS[op].composed
         assert all(not r.alias_info.is_write for r in schema.returns)
         return
@@ -264,6 +264,19 @@ def record_attention_and_codes(leaf, device):
         optimizer([p], max_norm=1.0, fused=True).step()
 
 
+def record_traced_backward(leaf, device):
+    """What only the trace of a compilation calls."""
+    weight, vector = torch.randn(2, 3, 3, 3, device=device), torch.ones(2, device=device)
+    windows = ([1, 1], [1, 1], [1, 1], 1)
+    norm = (None, None, vector, vector, 1e-5, "none", *windows)
+    x = leaf.detach()
+    y, convolved, mean, rstd, mask = torch.ops.warpwright.conv2d_batch_norm(x, weight, *norm)
+    torch.ops.warpwright.conv2d_batch_norm_backward(
+        *(y, None, x, x, weight, vector, vector, mean, rstd, mask, convolved, None, None, None),
+        *(1e-5, "none", *windows, [True, True, False, True, True]),
+    )
+
+
 def recorded(device):
     recorder = Recorder()
     for entry in ENTRIES:
@@ -284,6 +297,7 @@ def recorded(device):
             record_groups,
             record_softmax_and_reductions,
             record_attention_and_codes,
+            record_traced_backward,
         ):
             record(leaf, device)
     return recorder.calls

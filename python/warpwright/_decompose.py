@@ -8,12 +8,14 @@ forward, or from a model that calls `torch.ops.warpwright` itself.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.utils import get_layout_constraint_tag
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
@@ -50,12 +52,35 @@ def _leave_inductors_table() -> None:
     """Takes our ops out of Inductor's table of decompositions.
 
     Inductor's import copies every op that export can decompose into that table. If an op of the table
-    reaches the lowering, the compilation fails. Every trace passes here before the lowering.
+    reaches the lowering, the compilation fails.
     """
     inductor = sys.modules.get("torch._inductor.decomposition")
     if inductor is not None:
         for op in DECOMPOSITIONS:
             inductor.decompositions.pop(op, None)
+
+
+@functools.cache
+def _tell_inductor() -> None:
+    """Registers our operators with Inductor as calls that it leaves as they are.
+
+    Inductor would do so at the first call of each. But there it also writes the call's arguments as
+    text, each with all that it was computed from. In the backward of a deep network that never ends.
+    """
+    lowering = sys.modules["torch._inductor.lowering"]
+    for name, operator in OPERATORS.items():
+        op = getattr(torch.ops.warpwright, name).default
+        if not operator.composed and op not in lowering.lowerings:
+            tag = get_layout_constraint_tag(op, with_default=True)
+            constraint = lowering.tag_to_layout_constraint(tag)
+            lowering.make_fallback(op, layout_constraint=constraint, warn=False)
+
+
+def _before_inductor() -> None:
+    """Every trace passes here before Inductor lowers it."""
+    _leave_inductors_table()
+    if "torch._inductor.lowering" in sys.modules:
+        _tell_inductor()
 
 
 def _is_subclass(argument: Any) -> bool:
@@ -81,7 +106,7 @@ def _register(operator: Operator, function: Callable[..., Any]) -> None:
 
     @op.py_impl(FunctionalTensorMode)  # type: ignore[untyped-decorator]
     def rule(mode: Any, *args: Any, **kwargs: Any) -> Any:
-        _leave_inductors_table()
+        _before_inductor()
         if any(_is_subclass(a) for a in args):  # such as a DTensor, which dispatches first
             with mode:
                 return op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)

@@ -250,6 +250,7 @@ CONV2D_BATCH_NORM = (
         autocast=True,
         flops=_work.conv2d_batch_norm_flops,
     ),
+    Operator("conv2d_batch_norm_backward", flops=_work.conv2d_batch_norm_backward_flops),
 )
 CONV2D_BATCH_NORM_RELU_MAX_POOL2D = (
     Operator(

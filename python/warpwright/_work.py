@@ -275,6 +275,15 @@ def conv2d_backward_flops(
     )
 
 
+def conv2d_batch_norm_backward_flops(
+    dy: Shape, sums: Any, skip: Any, x: Shape, weight: Shape, *rest: Any,
+    out_shape: Any = None, **kwargs: Any,
+) -> int:  # fmt: skip
+    *_, stride, padding, dilation, groups, mask = rest
+    windows = (stride, padding, dilation, groups, (*mask[:2], False))
+    return conv2d_backward_flops(dy, x, weight, *windows, out_shape=(*out_shape[:2], None))
+
+
 def conv_transpose2d_flops(
     x: Shape, weight: Shape, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:

@@ -127,6 +127,11 @@ def conv2d_batch_norm(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
     return (y, convolved, mean, rstd, mask), (of_y[0], at, *of_y[1:], of_mask)
 
 
+def conv2d_batch_norm_backward(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
+    """One call per sample: only the trace of a compilation has this operator."""
+    return one_by_one(ops.conv2d_batch_norm_backward, info.batch_size, dims, args)
+
+
 def conv2d_batch_norm_relu_max_pool2d(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
     """The convolution's rule, then that of batch norm and pool in training."""
     x, weight, bias, norm_weight, norm_bias, eps, *windows = args
@@ -216,6 +221,7 @@ BATCH_NORM_RULES: dict[str, Rule] = {
     "batch_norm_relu": batch_norm_relu,
     "batch_norm_relu_backward": batch_norm_relu_backward,
     "conv2d_batch_norm": conv2d_batch_norm,
+    "conv2d_batch_norm_backward": conv2d_batch_norm_backward,
     "conv2d_batch_norm_relu_max_pool2d": conv2d_batch_norm_relu_max_pool2d,
     "conv2d_batch_norm_relu_max_pool2d_backward": conv2d_batch_norm_relu_max_pool2d_backward,
 }

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from .. import nn as ours
 from .._ops import ops
+from ..functional._common import dynamo, exporting
 from .classes import forward_of
 from .fuse import Block
 from .patterns import MAKES_NEW
@@ -34,15 +35,11 @@ def skip_of(input: Tensor, output: Any) -> Tensor:
     """
     if input.__class__ is not Tensor or output.__class__ is not Tensor or not input.requires_grad:
         return input
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or not torch.is_grad_enabled()
-    ):
+    # Dynamo takes is_exporting() for true.
+    if not torch.is_grad_enabled() or (exporting() and not dynamo()):
         return input
-    with torch.no_grad():
-        skip = input.view_as(input)
-    return skip if ops.conv2d_join_skip(skip, input, output) else input
+    joined: Tensor = ops.conv2d_join_skip(input, output)
+    return joined
 
 
 def first_layer(block: Block, node: fx.Node, source: fx.Node) -> nn.Module | None:

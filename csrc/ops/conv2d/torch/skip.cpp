@@ -1,8 +1,12 @@
-// conv2d_join_skip: makes a view of a convolution's input an output of the convolution's node, so
+// conv2d_join_skip: a view of a convolution's input that is an output of the convolution's node, so
 // that its backward adds the two gradients of the input (torch/skip.h).
 #include "torch/skip.h"
+
+#include <ATen/core/grad_mode.h>
+
 #include "ops/conv2d/torch/common.h"
 #include "torch/plain.h"
+#include "torch/traced.h"
 #include "torch/view_output.h"
 
 namespace warpwright {
@@ -27,24 +31,28 @@ NodePtr find_skip_node(NodePtr node, const torch::autograd::Edge& input) {
   return nullptr;
 }
 
-// `skip`: a view of `input` of its sizes, made without gradients. `output`: what layers made of
-// `input`. False: `skip` stays as it was, and the caller uses `input` itself.
-bool join_skip(const Tensor& skip, const Tensor& input, const Tensor& output) {
-  if (!is_plain(skip) || !is_plain(input) || !is_plain(output)) return false;
-  if (!needs_gradient(input) || !output.requires_grad()) return false;
-  if (!skip.is_view() || skip.is_same(input) || skip.grad_fn()) return false;
-  if (!skip.is_alias_of(input) || !skip.sizes().equals(input.sizes())) return false;
+bool is_watched(const Tensor& x) { return !is_plain(x) && !is_traced(x); }
+
+// `output`: what layers made of `input`. Without a node to join it returns `input` itself.
+Tensor join_skip(const Tensor& input, const Tensor& output) {
+  if (is_watched(input) || is_watched(output)) return input;
+  if (!needs_gradient(input) || !output.requires_grad()) return input;
   const auto node = find_skip_node(output.grad_fn(), torch::autograd::impl::gradient_edge(input));
-  if (!node) return false;
+  if (!node) return input;
+  Tensor skip;
+  {
+    const at::NoGradGuard no_grad;
+    skip = input.view_as(input);
+  }
   set_history(skip, node);
   forbid_writes(skip);
-  return true;
+  return skip;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
-  m.def("conv2d_join_skip(Tensor skip, Tensor input, Tensor output) -> bool",
+  m.def("conv2d_join_skip(Tensor(a) input, Tensor output) -> Tensor(a)",
         {at::Tag::pt2_compliant_tag});
   m.impl("conv2d_join_skip", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(join_skip));
 }

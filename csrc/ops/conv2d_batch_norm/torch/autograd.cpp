@@ -1,14 +1,12 @@
-// Autograd and Autocast of conv2d_batch_norm. The backward runs batch norm's backward, then the
-// convolution's. The convolution's output is an output of the node too: a second derivative that
-// reaches it goes through the convolution. gate.h lets a node take a part of the backward of the
-// node before it.
+// Autograd and Autocast of conv2d_batch_norm. backward.h has the backward. The convolution's output
+// is an output of the node too: a second derivative that reaches it goes through the convolution.
+// gate.h lets a node take a part of the backward of the node before it.
 #include <ATen/autocast_mode.h>
 
-#include "ops/conv2d_batch_norm/torch/common.h"
+#include "ops/conv2d_batch_norm/torch/backward.h"
 #include "ops/conv2d_batch_norm/torch/gate.h"
-#include "ops/conv2d_batch_norm/torch/gated_backward.h"
-#include "ops/conv2d_batch_norm/torch/narrow_backward.h"
 #include "torch/skip.h"
+#include "torch/traced.h"
 #include "torch/weight_copies.h"
 
 namespace warpwright {
@@ -30,68 +28,55 @@ struct Conv2dBatchNormBackward {
   };
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    const Tensor &mean = saved[4], &rstd = saved[5], &mask = saved[6], &convolved = saved[7];
-    const auto weight = optional_if_defined(saved[2]), bias = optional_if_defined(saved[3]);
-    const bool through_conv = needs[0] || needs[1] || needs[2];
-    const Tensor sums = take_sums(a, grads[0]);
-    if (auto all = narrow(a, saved, grads, needs, sums)) {
-      Tensor d_bias = needs[2] ? saved[1].new_zeros({saved[1].size(0)}) : Tensor();
-      Tensor d_residual = needs[3] ? grads[0] : Tensor();
-      return {all->input, all->weight, d_bias, d_residual, all->norm_weight, all->norm_bias};
-    }
-    Tensor d_convolved, d_residual, d_weight, d_bias;
-    if (sums.defined()) {
-      std::tie(d_convolved, d_weight, d_bias) = batch_norm_backward_with_sums(
-          {grads[0], sums}, convolved, weight, mean, rstd, {through_conv, needs[4], needs[5]});
-      if (needs[3]) d_residual = grads[0];
-    } else if (grads[0].defined() && a.activation == NormActivation::kRelu) {
-      std::tie(d_convolved, d_weight, d_bias, d_residual) = call::batch_norm_relu_backward(
-          grads[0], convolved, weight, bias, mean, rstd, mask, /*training=*/true,
-          {through_conv, needs[4], needs[5], needs[3]});
-    } else if (grads[0].defined() && a.activation != NormActivation::kNone) {
-      std::tie(d_convolved, d_weight, d_bias) = call::batch_norm_activation_backward(
-          grads[0], convolved, weight, bias, mean, rstd, /*training=*/true, a.eps,
-          norm_activation_name(a.activation), {through_conv, needs[4], needs[5]});
-    } else if (grads[0].defined()) {
-      std::tie(d_convolved, d_weight, d_bias) =
-          call_batch_norm_backward(grads[0], convolved, weight, mean, rstd, /*training=*/true,
-                                   {through_conv, needs[4], needs[5]});
-    }
-    if (grads[1].defined() && through_conv) {
-      d_convolved = d_convolved.defined() ? d_convolved + grads[1] : grads[1];
+    const Tensor &grad_output = grads[0], &grad_convolved = grads[1];
+    const Tensor sums = take_sums(a, grad_output), skip = kConv2dBatchNormNode.gradient(grads);
+    BackwardCall call{.grad_output = grad_output,
+                      .sums = sums,
+                      .skip = skip,
+                      .input = saved[0],
+                      .weight = saved[1],
+                      .norm_weight = saved[2],
+                      .norm_bias = saved[3],
+                      .mean = saved[4],
+                      .rstd = saved[5],
+                      .mask = saved[6],
+                      .convolved = saved[7],
+                      .gate = std::nullopt,
+                      .eps = a.eps,
+                      .activation = a.activation,
+                      .geometry = a.geometry,
+                      .needs = {needs[0], needs[1], needs[3] && !sums.defined(), needs[4],
+                                needs[5]}};
+    BackwardResults results;
+    Tensor d_bias;
+    if (!grad_output.defined() || grad_convolved.defined()) {
+      std::tie(results, d_bias) = of_both_outputs(call, grad_convolved, needs[2]);
+    } else if (at::GradMode::is_enabled()) {
+      results = composed_backward(call);
+    } else {
+      const auto gate = needs[0] && skip.defined() ? gate_before(call) : nullptr;
+      results = is_traced(grad_output) ? dispatch_backward(call) : backward_of(call);
+      if (gate && results.gate_sums.defined()) gate->leave(results.input, results.gate_sums);
     }
     // The batch's mean takes the convolution's bias away: what a batch norm returns sums to zero.
-    const bool sums_bias = needs[2] && grads[1].defined();
-    auto [dx, dw, db] = convolution_gradients(a, d_convolved, kConv2dBatchNormNode.gradient(grads),
-                                              saved, {needs[0], needs[1], sums_bias});
-    if (needs[2] && !sums_bias) db = saved[1].new_zeros_symint({saved[1].sym_size(0)});
-    return {dx, dw, db, d_residual, d_weight, d_bias};
+    if (needs[2] && !d_bias.defined()) d_bias = saved[1].new_zeros_symint({saved[1].sym_size(0)});
+    if (needs[3] && sums.defined()) results.residual = grad_output;
+    return {results.input,    results.weight,      d_bias,
+            results.residual, results.norm_weight, results.norm_bias};
   }
 
  private:
-  // All gradients, if one kernel computes both of the convolution.
-  static std::optional<NarrowGradients> narrow(const Attributes& a, const variable_list& saved,
-                                               const variable_list& grads, const NeedsGrad& needs,
-                                               const Tensor& sums) {
-    if (!needs[0] || !needs[1] || at::GradMode::is_enabled()) return std::nullopt;
-    if (!grads[0].defined() || grads[1].defined() || !is_plain(grads[0])) return std::nullopt;
-    const Tensor skip = kConv2dBatchNormNode.gradient(grads);
-    const bool is_gated = sums.defined(), is_masked = saved[6].numel() > 0;
-    if (is_masked && !is_gated) return std::nullopt;
-    return narrow_gradients({.grad_output = grads[0],
-                             .sums = sums,
-                             .input = saved[0],
-                             .weight = saved[1],
-                             .geometry = a.geometry,
-                             .addend = skip,
-                             .convolved = saved[7],
-                             .norm_weight = saved[2],
-                             .norm_bias = saved[3],
-                             .mean = saved[4],
-                             .rstd = saved[5],
-                             .activation = is_gated ? NormActivation::kNone : a.activation,
-                             .needs_norm_weight = needs[4],
-                             .needs_norm_bias = needs[5]});
+  // `convolved` has a gradient of its own, as in a second derivative, or is alone in having one.
+  static std::pair<BackwardResults, Tensor> of_both_outputs(const BackwardCall& call,
+                                                            const Tensor& grad_convolved,
+                                                            bool needs_bias) {
+    auto [d_convolved, results] = batch_norm_gradients(call);
+    d_convolved = sum_of(d_convolved, grad_convolved);
+    Tensor d_bias;
+    std::tie(results.input, results.weight, d_bias) =
+        call::joined_gradients(d_convolved, call.skip, call.input, call.weight, call.geometry,
+                               {call.needs[0], call.needs[1], needs_bias});
+    return {results, d_bias};
   }
 
   // Returns the sums that the next block's node left for this gradient, or an undefined tensor.
@@ -101,35 +86,20 @@ struct Conv2dBatchNormBackward {
     return a.gate->take(gradient);
   }
 
-  // The gate of the node that wrote the input of the running node, if this one may use it.
-  static std::shared_ptr<NormGate> gate_before() {
+  // The gate of the node that wrote the input of the running node, if this one may use it. Its
+  // values are then the call's.
+  static std::shared_ptr<NormGate> gate_before(BackwardCall& call) {
     const auto node = torch::autograd::get_current_node();
-    if (!node || at::GradMode::is_enabled()) return nullptr;
+    if (!node) return nullptr;
     const auto& edge = node->next_edge(0);
     auto* writer = dynamic_cast<OpNode<Conv2dBatchNormBackward>*>(edge.function.get());
-    if (writer == nullptr || edge.input_nr != 0 || !is_unseen(*node, *writer)) return nullptr;
-    return writer->attributes.gate;
-  }
-
-  // `skip`: the gradient of a shortcut around the convolution, or undefined.
-  static Tensors3 convolution_gradients(const Attributes& a, const Tensor& d_convolved,
-                                        const Tensor& skip, const variable_list& saved,
-                                        Conv2dMask mask) {
-    const Tensor &input = saved[0], &weight = saved[1];
-    const auto gate =
-        mask[0] && !mask[2] && d_convolved.defined() && skip.defined() ? gate_before() : nullptr;
-    const auto before = gate ? gate->values() : std::nullopt;
-    if (before) {
-      const auto gated = gated_input_gradient({d_convolved, input, weight, a.geometry, skip,
-                                               before->mask, before->convolved, before->mean});
-      if (gated) {
-        gate->leave(*gated);
-        Tensor dw;
-        if (mask[1]) dw = call::weight_gradient(d_convolved, input, weight, a.geometry);
-        return {gated->gradient, dw, Tensor()};
-      }
-    }
-    return call::joined_gradients(d_convolved, skip, input, weight, a.geometry, mask);
+    if (writer == nullptr || edge.input_nr != 0) return nullptr;
+    if (!is_unseen(*node, *writer, is_traced(call.grad_output))) return nullptr;
+    const auto gate = writer->attributes.gate;
+    if (!gate || has_narrow_kernel(call)) return nullptr;
+    call.gate = gate->values();
+    if (call.gate && !has_gating_kernel(call)) call.gate.reset();
+    return call.gate ? gate : nullptr;
   }
 };
 

@@ -10,6 +10,9 @@ namespace warpwright::conv_norm {
 // The output, the convolution's output, mean, rstd, and the relu's mask.
 using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+inline constexpr auto kConvNormActivations = {NormActivation::kNone, NormActivation::kRelu,
+                                              NormActivation::kSilu, NormActivation::kHardswish};
+
 struct Call {
   const Tensor &input, &weight;
   Tensor bias;
@@ -38,9 +41,7 @@ inline Call call_of(const Tensor& input, const Tensor& weight, const OptionalTen
           .running_var = {},
           .momentum = 0,
           .eps = eps,
-          .activation = find_norm_activation(activation, "conv2d_batch_norm",
-                                             {NormActivation::kNone, NormActivation::kRelu,
-                                              NormActivation::kSilu, NormActivation::kHardswish}),
+          .activation = find_norm_activation(activation, "conv2d_batch_norm", kConvNormActivations),
           .geometry = {stride.vec(), padding.vec(), dilation.vec(), std::move(groups)}};
 }
 

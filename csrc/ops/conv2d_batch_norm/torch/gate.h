@@ -15,36 +15,33 @@
 #include <optional>
 #include <utility>
 
-#include "ops/conv2d_batch_norm/torch/gated_backward.h"
+#include "ops/conv2d_batch_norm/torch/backward.h"
 #include "torch/autograd.h"
 #include "torch/plain.h"
+#include "torch/traced.h"
 
 namespace warpwright::conv_norm {
 
 class NormGate {
  public:
-  // What the second node needs of the first one. None of them has a gradient function.
-  struct Values {
-    Tensor convolved, mean, mask;
-  };
+  // `values`: what the second node needs of the first one. None of them has a gradient function.
+  explicit NormGate(GateValues values) : values_(std::move(values)) {}
 
-  explicit NormGate(Values values) : values_(std::move(values)) {}
-
-  std::optional<Values> values() const {
+  std::optional<GateValues> values() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return values_;
   }
-  void leave(GatedGradient gated) {
+  void leave(const Tensor& gated, const Tensor& sums) {
     std::lock_guard<std::mutex> lock(mutex_);
-    stream_ = stream_of(gated.gradient);
-    gated_ = std::move(gated);
+    left_ = {gated, sums};
+    stream_ = stream_of(gated);
   }
   // The sums, if `gradient` is what the second node left. Only once.
   Tensor take(const Tensor& gradient) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const GatedGradient gated = std::exchange(gated_, {});
-    const bool same = gradient.defined() && gated.gradient.is_same(gradient);
-    return same && stream_of(gradient) == stream_ ? gated.sums : Tensor();
+    const auto [gated, sums] = std::exchange(left_, {});
+    const bool same = gradient.defined() && gated.is_same(gradient);
+    return same && stream_of(gradient) == stream_ ? sums : Tensor();
   }
   // At the end of the first node's backward pass, as its other saved tensors.
   void release() {
@@ -54,12 +51,13 @@ class NormGate {
 
  private:
   static std::optional<c10::Stream> stream_of(const Tensor& tensor) {
+    if (!is_plain(tensor)) return std::nullopt;  // traced
     return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
   }
 
   mutable std::mutex mutex_;
-  std::optional<Values> values_;
-  GatedGradient gated_;
+  std::optional<GateValues> values_;
+  std::pair<Tensor, Tensor> left_;
   std::optional<c10::Stream> stream_;
 };
 
@@ -67,16 +65,20 @@ class NormGate {
 // watches the tensors.
 inline std::shared_ptr<NormGate> make_gate(const Tensor& convolved, const Tensor& mean,
                                            const Tensor& mask) {
-  if (!is_plain(convolved) || !is_plain(mask) || !convolved.is_cuda()) return nullptr;
+  const bool is_usable = (is_plain(convolved) && is_plain(mask)) || is_traced(convolved);
+  if (!is_usable || !convolved.is_cuda()) return nullptr;
+  if (mask.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return nullptr;
   if (mask.numel() == 0 || at::SavedTensorDefaultHooks::get_hooks()) return nullptr;
   return std::make_shared<NormGate>(
-      NormGate::Values{convolved.tensor_data(), mean.tensor_data(), mask.tensor_data()});
+      GateValues{convolved.tensor_data(), mean.tensor_data(), mask.tensor_data()});
 }
 
 // Whether only the two nodes see the gradient that the running node `reader` passes to `writer`, as
 // the gradient of its first output.
-inline bool is_unseen(const torch::autograd::Node& reader, torch::autograd::Node& writer) {
-  if (!reader.post_hooks().empty() || !writer.pre_hooks().empty()) return false;
+inline bool is_unseen(const torch::autograd::Node& reader, torch::autograd::Node& writer,
+                      bool traced) {
+  // A trace's nodes have hooks that note where in the program they are, and no other ones.
+  if (!traced && (!reader.post_hooks().empty() || !writer.pre_hooks().empty())) return false;
   if (!writer.tensor_pre_hooks().empty() || !writer.retains_grad_hooks().empty()) return false;
   const auto* tasks = torch::autograd::get_current_graph_task_exec_info();
   if (tasks == nullptr) return true;

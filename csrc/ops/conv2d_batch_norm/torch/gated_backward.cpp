@@ -13,6 +13,7 @@ namespace {
 
 bool has_layout(const GatedCall& c) {
   const Tensor& x = c.input;
+  if (!x.is_cuda() || c.mask.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return false;
   if (!are_rows({&x, &c.weight, &c.grad_output, &c.addend, &c.norm_input})) return false;
   const int64_t bytes =
       batch_norm_mask_bytes(x.size(0), x.size(1), x.size(2) * x.size(3), /*rows=*/true, 8);
@@ -24,19 +25,31 @@ bool has_layout(const GatedCall& c) {
 GatedDgradParams params_of(const GatedCall& c) {
   GatedDgradParams p{};
   p.conv.shape = shape_in_rows(c.input, c.weight, c.geometry);
-  p.conv.grad_output = c.grad_output.const_data_ptr();
-  p.conv.weight = c.weight.const_data_ptr();
-  p.conv.addend = c.addend.const_data_ptr();
-  p.norm_input = c.norm_input.const_data_ptr();
-  p.mask = c.mask.const_data_ptr();
-  p.mean = c.mean.const_data_ptr();
+  p.conv.grad_output = address_if_plain(c.grad_output);
+  p.conv.weight = address_if_plain(c.weight);
+  p.conv.addend = address_if_plain(c.addend);
+  p.norm_input = address_if_plain(c.norm_input);
+  p.mask = address_if_plain(c.mask);
+  p.mean = address_if_plain(c.mean);
   return p;
+}
+
+bool is_in_memory(const GatedCall& c) {
+  const std::initializer_list<const Tensor*> tensors = {
+      &c.grad_output, &c.input, &c.weight, &c.addend, &c.mask, &c.norm_input, &c.mean};
+  return std::all_of(tensors.begin(), tensors.end(), [](const Tensor* t) { return is_plain(*t); });
 }
 
 }  // namespace
 
+bool has_gated_kernel(const GatedCall& c) {
+  if (!has_layout(c)) return false;
+  const CudaCall cuda(c.input);
+  return choose_gated_dgrad(params_of(c), current_device_info()).plan.has_value();
+}
+
 std::optional<GatedGradient> gated_input_gradient(const GatedCall& c) {
-  if (!c.input.is_cuda() || !has_layout(c)) return std::nullopt;
+  if (!has_layout(c) || !is_in_memory(c)) return std::nullopt;
   const CudaCall cuda(c.input);
   GatedDgradParams p = params_of(c);
   const auto plan = choose_gated_dgrad(p, current_device_info()).plan;
@@ -73,6 +86,8 @@ Tensors3 batch_norm_backward_with_sums(const GatedGradient& grad_output, const T
   return {dx, dw, db};
 }
 #else
+bool has_gated_kernel(const GatedCall&) { return false; }
+
 std::optional<GatedGradient> gated_input_gradient(const GatedCall&) { return std::nullopt; }
 
 Tensors3 batch_norm_backward_with_sums(const GatedGradient& grad_output, const Tensor& input,

@@ -1,4 +1,4 @@
-// The two steps of gated_dgrad.h on tensors in memory. Only nodes call them (gate.h).
+// The two steps of gated_dgrad.h on tensors in memory.
 #pragma once
 
 #include <optional>
@@ -18,6 +18,9 @@ struct GatedCall {
 struct GatedGradient {
   Tensor gradient, sums;
 };
+
+// Whether a kernel computes both. The values may be traced.
+bool has_gated_kernel(const GatedCall& call);
 
 // None if no kernel computes both.
 std::optional<GatedGradient> gated_input_gradient(const GatedCall& call);

@@ -13,6 +13,7 @@ namespace warpwright::conv_norm {
 namespace {
 
 bool has_layout(const NarrowCall& c) {
+  if (!c.input.is_cuda()) return false;
   if (!are_rows({&c.input, &c.weight, &c.convolved, &c.grad_output})) return false;
   if (c.addend.defined() && !are_rows({&c.input, &c.addend})) return false;
   return c.convolved.sizes().equals(c.grad_output.sizes()) &&
@@ -23,20 +24,33 @@ bool has_layout(const NarrowCall& c) {
 NarrowBackwardParams params_of(const NarrowCall& c) {
   NarrowBackwardParams p{};
   p.shape = shape_in_rows(c.input, c.weight, c.geometry);
-  p.grad_output = c.grad_output.const_data_ptr();
-  p.convolved = c.convolved.const_data_ptr();
-  p.input = c.input.const_data_ptr();
-  p.weight = c.weight.const_data_ptr();
-  p.addend = c.addend.defined() ? c.addend.const_data_ptr() : nullptr;
+  p.grad_output = address_if_plain(c.grad_output);
+  p.convolved = address_if_plain(c.convolved);
+  p.input = address_if_plain(c.input);
+  p.weight = address_if_plain(c.weight);
+  p.addend = address_if_plain(c.addend);
   p.activation = c.activation;
-  p.norm_bias = channel_vector(c.norm_bias, "batch_norm_backward: bias", false);
   return p;
+}
+
+bool is_in_memory(const NarrowCall& c) {
+  const std::initializer_list<const Tensor*> tensors = {&c.grad_output, &c.sums,   &c.input,
+                                                        &c.weight,      &c.addend, &c.convolved,
+                                                        &c.mean,        &c.rstd};
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [](const Tensor* t) { return is_plain_or_none(*t); });
 }
 
 }  // namespace
 
+bool has_narrow_kernel(const NarrowCall& c) {
+  if (!has_layout(c)) return false;
+  const CudaCall cuda(c.input);
+  return choose_narrow_backward(params_of(c), current_device_info()).plan.has_value();
+}
+
 std::optional<NarrowGradients> narrow_gradients(const NarrowCall& c) {
-  if (!c.input.is_cuda() || !has_layout(c)) return std::nullopt;
+  if (!has_layout(c) || !is_in_memory(c)) return std::nullopt;
   const CudaCall cuda(c.input);
   NarrowBackwardParams p = params_of(c);
   const auto plan = choose_narrow_backward(p, current_device_info()).plan;
@@ -62,6 +76,7 @@ std::optional<NarrowGradients> narrow_gradients(const NarrowCall& c) {
                     });
   const NarrowGradients result{at::empty_like(c.input), at::empty_like(c.weight), norm_weight,
                                norm_bias};
+  p.norm_bias = channel_vector(c.norm_bias, "batch_norm_backward: bias", false);
   p.coefficients = coefficients.const_data_ptr();
   p.grad_input = result.input.mutable_data_ptr();
   p.grad_weight = result.weight.mutable_data_ptr();
@@ -70,6 +85,8 @@ std::optional<NarrowGradients> narrow_gradients(const NarrowCall& c) {
   return result;
 }
 #else
+bool has_narrow_kernel(const NarrowCall&) { return false; }
+
 std::optional<NarrowGradients> narrow_gradients(const NarrowCall&) { return std::nullopt; }
 #endif
 

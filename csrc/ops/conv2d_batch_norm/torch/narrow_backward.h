@@ -1,5 +1,5 @@
 // narrow_backward.h on tensors in memory: batch norm's coefficients, then one kernel for both
-// gradients of the convolution. Only the node of conv2d_batch_norm calls it.
+// gradients of the convolution.
 #pragma once
 
 #include <optional>
@@ -24,6 +24,9 @@ struct NarrowCall {
 struct NarrowGradients {
   Tensor input, weight, norm_weight, norm_bias;
 };
+
+// Whether one kernel computes them. The values may be traced.
+bool has_narrow_kernel(const NarrowCall& call);
 
 // None if the layers' own kernels run one after the other.
 std::optional<NarrowGradients> narrow_gradients(const NarrowCall& call);

@@ -1,4 +1,4 @@
-// Shared by the fused backward kernels: 16-bit images in rows of channels, in memory alone.
+// Shared by the fused backward kernels, for 16-bit images in rows of channels.
 #pragma once
 
 #include <algorithm>
@@ -6,17 +6,24 @@
 
 #include "ops/conv2d/torch/forward.h"
 #include "torch/plain.h"
+#include "torch/traced.h"
 
 namespace warpwright::conv_norm {
 
-// Whether the kernels may read them as rows of channels of one type on one device.
+// Whether they are rows of channels of one type on one device. Their values may be traced.
 inline bool are_rows(std::initializer_list<const Tensor*> images) {
   const Tensor& first = **images.begin();
   return std::all_of(images.begin(), images.end(), [&](const Tensor* image) {
-    return is_plain(*image) && image->dim() == 4 && image->numel() > 0 &&
+    const auto* impl = image->unsafeGetTensorImpl();
+    return (is_plain(*image) || is_traced(*image)) && image->dim() == 4 && !impl->has_symbolic_sizes_strides() && image->numel() > 0 &&
            image->scalar_type() == first.scalar_type() && image->device() == first.device() &&
            image->is_contiguous(at::MemoryFormat::ChannelsLast);
   });
+}
+
+// Null for a tensor whose values are traced: its memory will be aligned.
+inline const void* address_if_plain(const Tensor& tensor) {
+  return tensor.defined() && is_plain(tensor) ? tensor.const_data_ptr() : nullptr;
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

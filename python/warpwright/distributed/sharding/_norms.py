@@ -195,6 +195,21 @@ def _convolved(update: bool) -> Callable[..., list[Row]]:
     return rows
 
 
+def conv2d_batch_norm_backward(
+    dy: Any, sums: Any, skip: Any, x: Any, w: Any, a: Any, b: Any, mean: Any, rstd: Any, bits: Any,
+    convolved: Any, *options: Any,
+) -> list[Row]:  # fmt: skip
+    *gate, _, _, _, _, _, groups, wanted = options
+    table: list[Row] = [([*picked(wanted, *[R] * 5), R if gate[0] is not None else None], [R] * 14)]
+    # The gradient of x is a sum over the output channels: a skip would be added once per shard.
+    if groups == 1 and skip is None:
+        bits_of = R if bits.shape[0] == 0 else S(0)
+        gradients = picked(wanted, P, S(0), S(1), S(0), S(0))
+        channels = [S(0), S(0), S(0), S(0), S(0), bits_of]
+        table.append(([*gradients, None], [S(1), S(0), R, R, *channels, S(1), R, R, R]))
+    return table
+
+
 def _convolved_pooled(update: bool) -> Callable[..., list[Row]]:
     """As `_convolved`; the codes are images."""
     results, operands = 4, 7 if update else 5
@@ -277,6 +292,9 @@ RULES = {
         kept=("weight",),
         written=("running_mean", "running_var"),
         advice=BATCH_ADVICE,
+    ),
+    "conv2d_batch_norm_backward": Rule(
+        conv2d_batch_norm_backward, kept=("weight",), advice=BATCH_ADVICE
     ),
     "conv2d_batch_norm_relu_max_pool2d": Rule(
         _convolved_pooled(update=False), kept=("weight",), advice=BATCH_ADVICE
