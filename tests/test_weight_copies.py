@@ -55,6 +55,51 @@ def copied(optimizer):
     return dict(optimizer._copied())
 
 
+class Transposed(nn.Module):
+    """A linear layer whose weight is (inputs, outputs), as transformers' Conv1D."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 24))
+        self.view = view
+
+    def forward(self, x):
+        return warpwright.functional.linear(x, self.view(self.weight))
+
+
+VIEWS = {
+    "t": (torch.t, True),
+    "transpose": (lambda w: w.transpose(-1, -2), True),
+    "part": (lambda w: w.t()[:12], False),
+    "square": (lambda w: w.view(24, 24), False),
+    "computed": (lambda w: (w * 1).t(), False),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_transposed_weights(device, name):
+    view, has_copy = VIEWS[name]
+    x = torch.randn(5, 24, device=device)
+    found = []
+    for copies in (False, True):
+        torch.manual_seed(3)
+        layer = Transposed(view).to(device)
+        optimizer = optim.AdamW(layer.parameters(), lr=0.01, weight_copies=copies)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast(device, torch.bfloat16):
+                loss = layer(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        found.append((loss, layer.weight))
+    assert all(map(torch.equal, *found))
+    assert bool(copied(optimizer)) == has_copy
+    with torch.no_grad():
+        layer.weight.zero_()  # the copy is out of date
+        with torch.autocast(device, torch.bfloat16):
+            assert not layer(x).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_bits_as_without(name, dtype, device):

@@ -111,11 +111,29 @@ Tensor find_copy(const Tensor& weight, at::ScalarType type) {
   return found->second.current(weight);
 }
 
+// The parameter whose rows and columns `weight` exchanges, such as a layer that keeps (inputs,
+// outputs) passes it; otherwise `weight`.
+Tensor parameter_of(const Tensor& weight) {
+  if (weight.dim() != 2 || !weight.is_view() || !is_plain(weight)) return weight;
+  const Tensor base(weight._base());
+  const bool is_transpose = base.dim() == 2 && base.storage_offset() == weight.storage_offset() &&
+                            base.size(0) == weight.size(1) && base.size(1) == weight.size(0) &&
+                            base.stride(0) == weight.stride(1) &&
+                            base.stride(1) == weight.stride(0);
+  return is_transpose ? base : weight;
+}
+
+Tensor find_copy_of(const Tensor& weight, at::ScalarType type) {
+  const Tensor parameter = parameter_of(weight);
+  const Tensor copy = find_copy(parameter, type);
+  return copy.defined() && !parameter.is_same(weight) ? copy.t() : copy;
+}
+
 }  // namespace
 
 Tensor cast_weight(at::ScalarType type, const Tensor& weight, c10::DeviceType device) {
   const bool is_there = weight.defined() && weight.device().type() == device;
-  const Tensor copy = is_there ? find_copy(weight, type) : Tensor();
+  const Tensor copy = is_there ? find_copy_of(weight, type) : Tensor();
   if (!copy.defined()) return at::autocast::cached_cast(type, weight, device);
   return differentiable_cast(weight, [&] {
     // With the copy's version counter: a backward after the next step finds it overwritten.
