@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import opcheck
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 
 from warpwright.swap.joins import skip_of
@@ -218,3 +219,22 @@ def test_compiled_with_symbols(device):
         expected = torch.autograd.grad(run(images, *rest), (images, *rest))
         found = torch.autograd.grad(compiled(images, *rest), (images, *rest))
         torch.testing.assert_close(found, expected)
+
+
+def test_fake_tensors(device):
+    """With gradients of all inputs, and of some."""
+
+    def image(*sizes):
+        values = torch.empty(*sizes, dtype=torch.bfloat16, device=device)
+        return values.to(memory_format=torch.channels_last).requires_grad_()
+
+    windows = ([1, 1], [0, 0], [1, 1], 1)
+    with FakeTensorMode():
+        x, weights = image(64, 256, 56, 56), (image(256, 256, 1, 1), image(64, 256, 1, 1))
+        for inputs in ((x, *weights), (weights[1],)):
+            norm = (None, None, 1e-5, "relu", *windows)
+            y = ops.conv2d_batch_norm(x, weights[0], None, x, *norm)[0]
+            z = ops.conv2d_batch_norm(y, weights[1], None, None, *norm)[0]
+            loss = z.sum() + skip_of(y, z).sum()
+            for gradient, value in zip(torch.autograd.grad(loss, inputs), inputs, strict=True):
+                assert gradient.shape == value.shape

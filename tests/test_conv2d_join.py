@@ -215,6 +215,42 @@ def test_compile(device):
     assert len(backward.args) == 9  # the last one is the shortcut's gradient
 
 
+def returns_both(x, w):
+    y = F.conv2d(x, w, padding=1)
+    return y, skip_of(x, y)
+
+
+def returns_all(x, w):
+    source = x * 1
+    return *returns_both(source, w), source
+
+
+def breaks_the_graph(x, w):
+    y, skip, _ = returns_all(x, w)
+    torch._dynamo.graph_break()
+    return ((y + square(skip)).sin(),)
+
+
+def adds_in_place(x, w):
+    y, skip, _ = returns_all(x, w)
+    return (y.add_(skip).relu_(),)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [returns_both, returns_all, breaks_the_graph, adds_in_place],
+    ids=lambda f: f.__name__,
+)
+def test_compiled_where_the_shortcut_leaves_the_graph(device, function):
+    def gradients(run):
+        x, w = leaves(device)
+        loss = sum((i + 1) * square(t).sum() for i, t in enumerate(run(x, w)))
+        return torch.autograd.grad(loss, (x, w))
+
+    compiled = torch.compile(function, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled), gradients(function))
+
+
 def test_writes_are_seen(device):
     """The shortcut shares its version with x: no gradient is wrong silently."""
     for target in ("x", "shortcut"):

@@ -16,10 +16,11 @@ inline bool is_traced(const Tensor& x) {
   static constexpr c10::DispatchKeySet kTransforms({DispatchKey::FuncTorchBatched,
                                                     DispatchKey::FuncTorchGradWrapper,
                                                     DispatchKey::Functionalize});
-  const bool has_mode = TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
-                        TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
-  return has_mode && x.key_set().has(DispatchKey::Python) &&
-         !x.key_set().has_any(kTransforms) && !has_tangent(x);
+  const bool has_mode =
+      TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
+      TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
+  return has_mode && x.key_set().has(DispatchKey::Python) && !x.key_set().has_any(kTransforms) &&
+         !has_tangent(x);
 }
 
 }  // namespace warpwright

@@ -27,10 +27,6 @@ def always(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _on_the_cpu(args: tuple[Any, ...]) -> bool:
-    return not args[0].is_cuda
-
-
 LINEAR = (
     Operator("linear", native.linear, native.linear, autocast=True, flops=_work.linear_flops),
     Operator("linear_backward", aten=_aten.linear_backward, flops=_work.linear_backward_flops),
@@ -140,21 +136,6 @@ ATTENTION_VARLEN = (
 )
 _ROTARY = _native.rotary_embedding
 ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
-GROUP_NORM = (
-    Operator(
-        "group_norm",
-        _native.group_norm,
-        _aten_row_norms.group_norm,
-        autocast=True,
-        is_fused_by_inductor=always,
-    ),
-    Operator(
-        "group_norm_backward",
-        aten=_aten_row_norms.group_norm_backward,
-        is_fused_by_inductor=always,
-    ),
-)
-EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
 GROUP_NORM = (
     Operator(
         "group_norm",

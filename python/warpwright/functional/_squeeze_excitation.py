@@ -57,10 +57,7 @@ def squeeze_excitation(
         rest = (fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, scale_activation)
         return squeeze_excitation(input, *rest).squeeze(0)
     args = (input, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, scale_activation)
-    # A compilation keeps the GPU's kernels: Inductor's backward of the chain takes up to six times
-    # as long.
-    is_native = not input.is_cuda if dynamo() else exporting()
-    if is_native:
+    if dynamo() or exporting():
         return NATIVE_OPERATORS["squeeze_excitation"](*args)[0]  # type: ignore[no-any-return]
     try:
         return ops.squeeze_excitation(*args)[0]  # type: ignore[no-any-return]

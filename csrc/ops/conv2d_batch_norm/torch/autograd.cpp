@@ -29,24 +29,25 @@ struct Conv2dBatchNormBackward {
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     const Tensor &grad_output = grads[0], &grad_convolved = grads[1];
-    const Tensor sums = take_sums(a, grad_output), skip = kConv2dBatchNormNode.gradient(grads);
-    BackwardCall call{.grad_output = grad_output,
-                      .sums = sums,
-                      .skip = skip,
-                      .input = saved[0],
-                      .weight = saved[1],
-                      .norm_weight = saved[2],
-                      .norm_bias = saved[3],
-                      .mean = saved[4],
-                      .rstd = saved[5],
-                      .mask = saved[6],
-                      .convolved = saved[7],
-                      .gate = std::nullopt,
-                      .eps = a.eps,
-                      .activation = a.activation,
-                      .geometry = a.geometry,
-                      .needs = {needs[0], needs[1], needs[3] && !sums.defined(), needs[4],
-                                needs[5]}};
+    const Tensor sums = take_sums(a, grad_output);
+    const Tensor skip = needs[0] ? kConv2dBatchNormNode.gradient(grads) : Tensor();
+    BackwardCall call{
+        .grad_output = grad_output,
+        .sums = sums,
+        .skip = skip,
+        .input = saved[0],
+        .weight = saved[1],
+        .norm_weight = saved[2],
+        .norm_bias = saved[3],
+        .mean = saved[4],
+        .rstd = saved[5],
+        .mask = saved[6],
+        .convolved = saved[7],
+        .gate = std::nullopt,
+        .eps = a.eps,
+        .activation = a.activation,
+        .geometry = a.geometry,
+        .needs = {needs[0], needs[1], needs[3] && !sums.defined(), needs[4], needs[5]}};
     BackwardResults results;
     Tensor d_bias;
     if (!grad_output.defined() || grad_convolved.defined()) {
@@ -54,7 +55,7 @@ struct Conv2dBatchNormBackward {
     } else if (at::GradMode::is_enabled()) {
       results = composed_backward(call);
     } else {
-      const auto gate = needs[0] && skip.defined() ? gate_before(call) : nullptr;
+      const auto gate = skip.defined() ? gate_before(call) : nullptr;
       results = is_traced(grad_output) ? dispatch_backward(call) : backward_of(call);
       if (gate && results.gate_sums.defined()) gate->leave(results.input, results.gate_sums);
     }

@@ -61,10 +61,9 @@ void convolve(const BackwardCall& c, const Tensor& d_convolved, BackwardResults&
 // product with convolved - mean.
 void gate_apart(const GateValues& gate, BackwardResults& results) {
   constexpr Mask4 kGateOnly = {false, false, false, true};  // reads no statistics
-  results.input =
-      std::get<3>(call::batch_norm_relu_backward(results.input, gate.convolved, {}, {}, gate.mean,
-                                                 gate.mean, gate.mask, /*training=*/true,
-                                                 kGateOnly));
+  results.input = std::get<3>(call::batch_norm_relu_backward(results.input, gate.convolved, {}, {},
+                                                             gate.mean, gate.mean, gate.mask,
+                                                             /*training=*/true, kGateOnly));
   const auto type = gate.mean.scalar_type();
   const Tensor gradient = results.input.to(type);
   const Tensor centered = gate.convolved.to(type) - gate.mean.view({-1, 1, 1});
@@ -276,7 +275,7 @@ BackwardResults autograd(const BackwardCall& c) {
 BackwardResults dispatch_backward(const BackwardCall& c) {
   static const auto op = find_op<Signature>("warpwright::conv2d_batch_norm_backward");
   const Conv2dGeometry& g = c.geometry;
-  auto of_gate = [&](Tensor GateValues::* tensor) {
+  auto of_gate = [&](Tensor GateValues::*tensor) {
     return c.gate ? OptionalTensor((*c.gate).*tensor) : std::nullopt;
   };
   auto [input, weight, residual, norm_weight, norm_bias, gate_sums] = op.call(

@@ -15,7 +15,8 @@ inline bool are_rows(std::initializer_list<const Tensor*> images) {
   const Tensor& first = **images.begin();
   return std::all_of(images.begin(), images.end(), [&](const Tensor* image) {
     const auto* impl = image->unsafeGetTensorImpl();
-    return (is_plain(*image) || is_traced(*image)) && image->dim() == 4 && !impl->has_symbolic_sizes_strides() && image->numel() > 0 &&
+    return (is_plain(*image) || is_traced(*image)) && image->dim() == 4 &&
+           !impl->has_symbolic_sizes_strides() && image->numel() > 0 &&
            image->scalar_type() == first.scalar_type() && image->device() == first.device() &&
            image->is_contiguous(at::MemoryFormat::ChannelsLast);
   });
