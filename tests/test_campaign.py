@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,37 @@ def test_shards_of_sanitized_cases():
     names += ["attention-dropout", "cross_entropy-bad-label", "conv2d-x.5-float64"]
     for name in names:
         assert sum(re.search(p, name) is not None for p in patterns) == 1, name
+
+
+SAID = """========= COMPUTE-SANITIZER
+linear-1x10x84-float32
+conv2d-tails (3, 4)-bfloat16
+"""
+
+
+def test_what_a_sanitized_shard_said():
+    """One that the time limit cuts off keeps the cases that it has ended."""
+    ended = SAID + "2 cases, 0 wrong results\n========= ERROR SUMMARY: 0 errors\n"
+    assert suites.shard_of("x", 0, ended) == suites.Shard(2, [], True)
+    for code, text in (
+        (9, ended),
+        (0, ended.replace("0 errors", "3 errors")),
+        (0, SAID),  # it ended without its summary
+        (0, SAID + "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"),
+    ):
+        assert suites.shard_of("x", code, text).failures, text
+    assert suites.shard_of("x", None, SAID) == suites.Shard(1, [], False)
+    assert suites.shard_of("x", None, "") == suites.Shard(0, [], False)
+    report = "========= Invalid __global__ read of size 4 bytes\n"
+    assert suites.shard_of("x", None, SAID + report).failures
+
+
+def test_a_sanitized_shard_is_killed_with_its_children(tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho linear-a-float32\necho linear-b-float32\nsleep 60 & wait\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert suites.sanitized_shard("memcheck", 1.0, "^linear-") == suites.Shard(1, [], False)
 
 
 PYTHON = '''

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -235,48 +236,80 @@ def sanitized_cases(options: Options) -> list[Row]:
     return rows
 
 
+@dataclass
+class Shard:
+    """What one process of sanitize_cases.py did."""
+
+    cases: int
+    failures: list[str]
+    ended: bool  # before the time was over
+
+
 def sanitize(row: Row, tool: str, end: float) -> None:
-    """Runs the shards, several at once; those that have not ended at `end` are named in the row."""
-    left = []
+    """Runs the shards, several at once; the row names those that have not ended at `end`."""
+    cut: dict[str, int] = {}
 
     def one(pattern: str) -> None:
         limit = end - time.monotonic()
-        found = sanitized_shard(tool, limit, pattern) if limit > 0 else None
-        if found is None:
-            left.append(pattern)
-            return
-        row.cases += found[0]
-        row.failures += found[1]
-        print(f"{tool}: {pattern}: {found[0]} cases, {len(found[1])} failed", flush=True)
+        found = sanitized_shard(tool, limit, pattern) if limit > 0 else Shard(0, [], False)
+        row.cases += found.cases
+        row.failures += found.failures
+        if not found.ended:
+            cut[pattern] = found.cases
+        said = f"{found.cases} cases, {len(found.failures)} failed"
+        print(f"{tool}: {pattern}: {said}{'' if found.ended else ', cut off'}", flush=True)
 
     with ThreadPoolExecutor(PROCESSES) as pool:
         list(pool.map(one, shards()))
-    if left:
-        row.detail = f"without {', '.join(sorted(left))}, which took too long"
+    if cut:
+        listed = ", ".join(f"{pattern} ({cases} cases)" for pattern, cases in sorted(cut.items()))
+        row.detail = f"cut off by the time limit: {listed}"
 
 
-def sanitized_shard(tool: str, limit: float, pattern: str) -> tuple[int, list[str]] | None:
-    """How many cases ran, and what failed. None after `limit` seconds."""
+def sanitized_shard(tool: str, limit: float, pattern: str) -> Shard:
+    """Runs the cases that `pattern` finds, for at most `limit` seconds."""
     command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
     command += ["--kernel-name-exclude", "kns=nvjet"]
     command += ["--padding=64"] if tool == "memcheck" else []
     command += [sys.executable, str(ROOT / "tools" / "sanitize_cases.py"), pattern]
     path = os.environ.get("PYTHONPATH", str(ROOT / "python"))
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path}
-    try:
-        done = subprocess.run(
+    with tempfile.TemporaryFile("w+") as output:  # keeps what a process said that is killed
+        process = subprocess.Popen(
             command,
             env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return None
-    cases = re.search(r"^(\d+) cases", done.stdout, re.MULTILINE)
-    count = int(cases[1]) if cases else 0
-    # The exit code alone is not enough: the summary line counts the reports.
-    summary = re.search(r"ERROR SUMMARY: (\d+)|(\d+) hazards? displayed", done.stdout)
-    clean = done.returncode == 0 and summary is not None and not int(summary[1] or summary[2])
-    return count, [] if clean else [f"{pattern}: {done.stdout[-1500:]}"]
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return shard_of(pattern, code, output.read())
+
+
+# The summary line counts the reports, which the exit code does not always show.
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+)|(\d+) hazards? displayed")
+NAMED = re.compile(r"^[a-z]\w*-\S.*$", re.MULTILINE)  # a case's name, before it runs
+REPORT = re.compile(
+    r"^========= (Invalid|Error|Uninitialized|Race|Barrier|Program hit)", re.MULTILINE
+)
+
+
+def shard_of(pattern: str, code: int | None, text: str) -> Shard:
+    """What a process with this exit code said; None: it was killed, perhaps inside a case."""
+    if code is None:
+        reports = REPORT.search(text) is not None or "differs from the CPU" in text
+        started = len(NAMED.findall(text))
+        return Shard(max(0, started - 1), [f"{pattern}: {text[-1500:]}"] if reports else [], False)
+    cases = re.search(r"^(\d+) cases", text, re.MULTILINE)
+    summary = SUMMARY.search(text)
+    clean = code == 0 and summary is not None and not int(summary[1] or summary[2])
+    failures = [] if clean else [f"{pattern}: {text[-1500:]}"]
+    return Shard(int(cases[1]) if cases else 0, failures, True)
