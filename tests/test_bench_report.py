@@ -125,7 +125,7 @@ def test_what_was_measured_again_replaces_the_whole_suites_rows(tree):
     readme = (root / "README.md").read_text()
     assert readme.count("`relu`") == readme.count("`linear`") == 1
     assert (
-        f"| `mnist_step`{tables.STALE} 8 | **0.50×** | 4 | 1 (compile) | 2 | 2 (warpwright) |"
+        f"| `mnist_step`{tables.STALE} 8 | **0.50×** | 4 | 1 (compile) | 2 | 2 (warpwright) |  |"
         in readme
     )
     gpu = record["gpu"].removeprefix("NVIDIA ")
@@ -281,6 +281,17 @@ def test_each_gpu_has_a_line_per_step(tree):
     main = record["gpu"].removeprefix("NVIDIA ")
     lines = [line.split("|") for line in readme.splitlines() if "mnist_step" in line]
     assert [cells[3:5] for cells in lines] == [[f" {main} ", " 4 "], [" Other ", " 16 "]]
+
+
+def test_steps_that_both_sides_compile_are_compared(tree):
+    root, path, record = tree
+    impls = {"warpwright": 9, "native": 12, "compile": 7, "compile_cudagraph": 6}
+    impls |= {"warpwright_compile": 4, "warpwright_compile_cudagraph": 5}
+    record["rows"] += [row("mnist_step", impl, float(ms)) for impl, ms in impls.items()]
+    records.save_records(record, path)
+    run(root)
+    (found,) = [s for s in (root / "README.md").read_text().splitlines() if "mnist_step" in s]
+    assert found.endswith("| 12 | 6 (compile_cudagraph) | 9 | 4 (compile) | 1.50× |")
 
 
 def test_a_drifting_row_is_in_no_column(tree):

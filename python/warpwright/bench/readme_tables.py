@@ -59,6 +59,7 @@ def step_table(newest: Mapping[str, Record], stale: Mapping[str, set[str]]) -> s
     # The ratio stands where a narrow window shows it.
     titles = ["training step, ms", "fastest of all peers / ours at its fastest", "GPU"]
     titles += ["native", "fastest other peer", "ours, swapped", "ours at its fastest"]
+    titles.append("native / ours, both compiled")
     lines: list[list[str]] = []
     for gpu, record in newest.items():
         largest: dict[tuple[str, str], tuple[str, Impls]] = {}
@@ -78,7 +79,7 @@ def step_table(newest: Mapping[str, Record], stale: Mapping[str, set[str]]) -> s
             cells.append(milliseconds(peers["native"]) if "native" in peers else "")
             cells.append(fastest({n: ms for n, ms in peers.items() if n != "native"}))
             cells.append(milliseconds(ours["warpwright"]) if "warpwright" in ours else "")
-            cells.append(fastest(ours))
+            cells += [fastest(ours), _compiled_ratio(ours, peers)]
             lines.append(cells)
     if not lines:
         return ""
@@ -131,6 +132,13 @@ def _op_cells(passes: Mapping[str, list[tuple[float, str]]], several: bool) -> l
         ", ".join(f"{name} {mean:.2f}×" for name, mean in means.items()),
         f"{ratio:.2f}× ({f'`{op}` ' if several else ''}{name})",
     ]
+
+
+def _compiled_ratio(ours: Mapping[str, float], peers: Mapping[str, float]) -> str:
+    """The fastest forms of both that `torch.compile` made, with and without a CUDA graph."""
+    mine = [ms for name, ms in ours.items() if name.startswith("warpwright_compile")]
+    theirs = [ms for name, ms in peers.items() if name.startswith("compile")]
+    return f"{min(theirs) / min(mine):.2f}×" if mine and theirs else ""
 
 
 def _ours(impls: Impls) -> dict[str, float]:
