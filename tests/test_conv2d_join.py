@@ -251,6 +251,18 @@ def test_compiled_where_the_shortcut_leaves_the_graph(device, function):
     torch.testing.assert_close(gradients(compiled), gradients(function))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_has_none(strict):
+    class Block(torch.nn.Module):
+        def forward(self, x, w):
+            y = F.conv2d(x, w, padding=1)
+            return y + square(skip_of(x, y))
+
+    program = torch.export.export(Block(), tuple(leaves("cpu")), strict=strict)
+    assert "conv2d" in program.graph_module.code
+    assert "conv2d_join_skip" not in program.graph_module.code
+
+
 def test_writes_are_seen(device):
     """The shortcut shares its version with x: no gradient is wrong silently."""
     for target in ("x", "shortcut"):

@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 
 from .. import nn as ours
 from .._ops import ops
-from ..functional._common import dynamo, exporting
 from .classes import forward_of
 from .fuse import Block
 from .patterns import MAKES_NEW
@@ -35,8 +34,9 @@ def skip_of(input: Tensor, output: Any) -> Tensor:
     """
     if input.__class__ is not Tensor or output.__class__ is not Tensor or not input.requires_grad:
         return input
-    # Dynamo takes is_exporting() for true.
-    if not torch.is_grad_enabled() or (exporting() and not dynamo()):
+    # Dynamo takes torch.compiler.is_exporting() for true, but not the flag behind it.
+    is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    if is_exporting or not torch.is_grad_enabled():
         return input
     joined: Tensor = ops.conv2d_join_skip(input, output)
     return joined
