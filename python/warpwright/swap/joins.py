@@ -36,7 +36,7 @@ def skip_of(input: Tensor, output: Any) -> Tensor:
         return input
     # Dynamo takes torch.compiler.is_exporting() for true, but not the flag behind it.
     is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
-    if is_exporting or not torch.is_grad_enabled():
+    if is_exporting or torch.jit.is_tracing() or not torch.is_grad_enabled():  # type: ignore[attr-defined]
         return input
     joined: Tensor = ops.conv2d_join_skip(input, output)
     return joined
