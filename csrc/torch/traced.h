@@ -8,7 +8,7 @@
 namespace warpwright {
 
 // A tensor of a trace that torch.compile makes: Dynamo's, of fake tensors, or AOTAutograd's. Our
-// nodes are real ones there, and what they call becomes the program of the backward.
+// autograd nodes run in it as in an eager pass. The operators that they call make up the backward.
 inline bool is_traced(const Tensor& x) {
   using c10::DispatchKey;
   using c10::impl::TorchDispatchModeKey;

@@ -64,8 +64,9 @@ def _leave_inductors_table() -> None:
 def _tell_inductor() -> None:
     """Registers our operators with Inductor as calls that it leaves as they are.
 
-    Inductor would do so at the first call of each. But there it also writes the call's arguments as
-    text, each with all that it was computed from. In the backward of a deep network that never ends.
+    Inductor would register each one at its first call. There it also writes the call's arguments as
+    text, and each argument contains all that it was computed from. The text of a deep network's
+    backward grows exponentially.
     """
     lowering = sys.modules["torch._inductor.lowering"]
     for name, operator in OPERATORS.items():
@@ -77,7 +78,7 @@ def _tell_inductor() -> None:
 
 
 def _before_inductor() -> None:
-    """Every trace passes here before Inductor lowers it."""
+    """Runs in each trace that calls an op with a decomposition, before Inductor lowers the trace."""
     _leave_inductors_table()
     if "torch._inductor.lowering" in sys.modules:
         _tell_inductor()

@@ -34,7 +34,7 @@ def skip_of(input: Tensor, output: Any) -> Tensor:
     """
     if input.__class__ is not Tensor or output.__class__ is not Tensor or not input.requires_grad:
         return input
-    # Dynamo takes torch.compiler.is_exporting() for true, but not the flag behind it.
+    # Dynamo compiles torch.compiler.is_exporting() to True. It reads the flag behind it.
     is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
     if is_exporting or torch.jit.is_tracing() or not torch.is_grad_enabled():  # type: ignore[attr-defined]
         return input

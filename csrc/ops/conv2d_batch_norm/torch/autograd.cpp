@@ -99,7 +99,7 @@ struct Conv2dBatchNormBackward {
     const auto gate = writer->attributes.gate;
     if (!gate || has_narrow_kernel(call)) return nullptr;
     call.gate = gate->values();
-    if (call.gate && !has_gating_kernel(call)) call.gate.reset();
+    if (call.gate && !has_gated_kernel(call)) call.gate.reset();
     return call.gate ? gate : nullptr;
   }
 };

@@ -12,7 +12,7 @@ namespace warpwright {
 namespace conv_norm {
 namespace {
 
-// Of the batch norm's output if the relu's mask still has to gate it.
+// Whether grad_output has yet to pass the relu's mask.
 bool is_masked(const BackwardCall& c) { return c.mask.sym_numel() > 0 && !c.sums.defined(); }
 
 NarrowCall narrow_call(const BackwardCall& c) {
@@ -78,7 +78,7 @@ bool has_narrow_kernel(const BackwardCall& c) {
   return may_be_narrow(c) && has_narrow_kernel(narrow_call(c));
 }
 
-bool has_gating_kernel(const BackwardCall& c) {
+bool has_gated_kernel(const BackwardCall& c) {
   return c.gate && c.skip.defined() && has_gated_kernel(gated_call(c, c.convolved));
 }
 

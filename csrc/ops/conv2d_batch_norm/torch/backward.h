@@ -40,8 +40,8 @@ struct BackwardResults {
 // Whether one kernel computes both gradients of the convolution, as far as shapes, types and
 // layouts tell. Values may be traced.
 bool has_narrow_kernel(const BackwardCall& call);
-// Whether a kernel gates the gradient of the input: likewise.
-bool has_gating_kernel(const BackwardCall& call);
+// Whether a kernel gates the gradient of the input. Values may be traced.
+bool has_gated_kernel(const BackwardCall& call);
 
 // The gradient of the convolution's output, and all but those of input and weight.
 std::pair<Tensor, BackwardResults> batch_norm_gradients(const BackwardCall& call);

@@ -35,9 +35,8 @@ GatedDgradParams params_of(const GatedCall& c) {
 }
 
 bool is_in_memory(const GatedCall& c) {
-  const std::initializer_list<const Tensor*> tensors = {
-      &c.grad_output, &c.input, &c.weight, &c.addend, &c.mask, &c.norm_input, &c.mean};
-  return std::all_of(tensors.begin(), tensors.end(), [](const Tensor* t) { return is_plain(*t); });
+  return are_plain(
+      {&c.grad_output, &c.input, &c.weight, &c.addend, &c.mask, &c.norm_input, &c.mean});
 }
 
 }  // namespace

@@ -34,10 +34,8 @@ NarrowBackwardParams params_of(const NarrowCall& c) {
 }
 
 bool is_in_memory(const NarrowCall& c) {
-  const std::initializer_list<const Tensor*> tensors = {
-      &c.grad_output, &c.sums, &c.input, &c.weight, &c.addend, &c.convolved, &c.mean, &c.rstd};
-  return std::all_of(tensors.begin(), tensors.end(),
-                     [](const Tensor* t) { return is_plain_or_none(*t); });
+  return are_plain(
+      {&c.grad_output, &c.sums, &c.input, &c.weight, &c.addend, &c.convolved, &c.mean, &c.rstd});
 }
 
 }  // namespace

@@ -22,7 +22,13 @@ inline bool are_rows(std::initializer_list<const Tensor*> images) {
   });
 }
 
-// Null for a tensor whose values are traced: its memory will be aligned.
+// Whether the kernels may read them now; undefined tensors pass.
+inline bool are_plain(std::initializer_list<const Tensor*> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [](const Tensor* tensor) { return is_plain_or_none(*tensor); });
+}
+
+// Null for a traced tensor, whose memory will be aligned.
 inline const void* address_if_plain(const Tensor& tensor) {
   return tensor.defined() && is_plain(tensor) ? tensor.const_data_ptr() : nullptr;
 }

@@ -152,7 +152,7 @@ struct TiledCta {
 };
 
 // All stages of a CTA, by one thread. With `ahead` the first two stages of codes load before the
-// previous kernel ends. The first stage's tokens would wait behind further codes.
+// previous kernel ends. More codes would delay the first stage's tokens.
 template <TiledSharing kSharing, int kTokens, int kBits, bool kGradient, int kGroups>
 __device__ __forceinline__ void load_stages(const TiledCta<kBits, kGradient, kGroups>& cta) {
   const TiledParams& p = cta.p;
