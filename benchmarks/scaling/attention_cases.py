@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import warpwright.functional as F
 from warpwright.distributed import ring_attention
 from warpwright.distributed.sequence.cost import Shape
+from warpwright.distributed.sequence.layouts import group_of
+from warpwright.distributed.sequence.transport import peer_memory_bytes
 
 from .timing import Case
 
@@ -34,6 +36,10 @@ def operands(shape: Shape, length: int, device: torch.device) -> tuple[list[Tens
     return [x.requires_grad_() for x in leaves], torch.randn_like(leaves[0])
 
 
+def peer_memory() -> int:
+    return peer_memory_bytes(group_of(None))
+
+
 def ours(name: str, shape: Shape, device: torch.device) -> Iterator[Case]:
     """Each rank draws its own tokens."""
     ranks = dist.get_world_size()
@@ -49,7 +55,8 @@ def ours(name: str, shape: Shape, device: torch.device) -> Iterator[Case]:
         def forward(method: str = method, layout: str = layout) -> Tensor:
             return ring_attention(*leaves, is_causal=shape.is_causal, method=method, layout=layout)
 
-        yield Case(f"{form}: {name}", "warpwright", ranks, forward, backward)
+        held = peer_memory if method == "ring" else None
+        yield Case(f"{form}: {name}", "warpwright", ranks, forward, backward, held)
 
 
 def one_gpu(name: str, shape: Shape, device: torch.device) -> Iterator[Case]:

@@ -14,13 +14,17 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Case:
-    """``backward`` gets what ``forward`` returns; None: ``forward`` is the whole step."""
+    """``backward`` gets what ``forward`` returns; None: ``forward`` is the whole step.
+
+    ``held_bytes`` says what the case holds outside of torch's caching allocator.
+    """
 
     scheme: str
     impl: str
     ranks: int  # that share the work; each rank of several may also work alone
     forward: Callable[[], Any]
     backward: Callable[[Any], Any] | None = None
+    held_bytes: Callable[[], int] | None = None
 
 
 def wait(device: torch.device) -> None:
@@ -67,6 +71,7 @@ def _peak_mib(case: Case, device: torch.device) -> float | None:
     if case.backward is not None:
         case.backward(out)
     wait(device)
-    peak = torch.tensor(torch.cuda.max_memory_allocated(device) / 2**20, device=device)
+    held = case.held_bytes() if case.held_bytes is not None else 0
+    peak = torch.tensor((torch.cuda.max_memory_allocated(device) + held) / 2**20, device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return round(peak.item(), 1)

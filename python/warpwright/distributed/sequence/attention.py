@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ..._arch import why_no_kernel
+from . import transport
 from .cost import (
     INFINIBAND,
     NVLINK,
@@ -94,7 +95,7 @@ def ring_attention(
         with torch.autocast(kind, enabled=False):
             return ulysses(query, key, value, group, layout, is_causal, scale)
     at_once = heads_at_once or choose_heads_at_once(batch, heads, key_heads, length)
-    ring = Ring(group, layout, is_causal, scale, at_once)
+    ring = Ring(group, layout, is_causal, scale, at_once, transport.choose(group, query.device))
     return RingAttention.apply(query, key, value, ring)
 
 

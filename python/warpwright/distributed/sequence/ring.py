@@ -2,7 +2,7 @@
 
 Step s of rank r attends to the keys of rank r - s. Every rank sends its own keys straight to the rank
 that needs them next. A step is a permutation of the ranks, and no data is forwarded. The transfer for
-step s + 1 runs while step s computes: ProcessGroupNCCL has a stream of its own, and gloo has threads.
+step s + 1 runs while step s computes (`transport`).
 
 Blocks are merged by their log-sum-exps (o, l), in float32:
     l' = logaddexp(l, l_s),  o' = o exp(l - l') + o_s exp(l_s - l')
@@ -26,10 +26,7 @@ from torch import Tensor
 
 from ..._ops import ops
 from .layouts import Part, extent, part
-
-Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
-# The first of two tags each: both kinds may be under way between the same two ranks.
-KEYS, GRADIENTS = 1, 3
+from .transport import GRADIENTS, KEYS, Pair, Shapes, Transfer, Transport
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,7 @@ class Ring:
     is_causal: bool
     scale: float | None
     heads_at_once: int  # key heads that travel together
+    transport: Transport
 
     @cached_property
     def rank(self) -> int:
@@ -60,39 +58,6 @@ class Ring:
 
     def part(self, rank: int, source: int, length: int) -> Part | None:
         return part(self.layout, self.is_causal, rank, source, length)
-
-    def exchange(
-        self, send: Pair | None, to: int, receive: Pair | None, source: int, tag: int
-    ) -> Transfer:
-        """Starts two messages out and two in; either pair may be absent."""
-        asked = []
-        for function, pair, peer in ((dist.isend, send, to), (dist.irecv, receive, source)):
-            peer = dist.get_global_rank(self.group, peer)
-            for i, tensor in enumerate(pair or ()):
-                asked.append(dist.P2POp(function, tensor, peer, self.group, tag + i))
-        return Transfer(dist.batch_isend_irecv(asked) if asked else [], send, receive)
-
-
-@dataclass
-class Transfer:
-    """Messages under way. It holds their buffers until they have been waited for."""
-
-    works: list[Any]
-    sent: Pair | None
-    received: Pair | None
-
-    def wait(self) -> Pair | None:
-        """Under NCCL the current stream waits, under gloo the caller."""
-        for work in self.works:
-            work.wait()
-        self.works, self.sent = [], None
-        return self.received
-
-
-def buffers(k: Tensor, v: Tensor, heads: int, keys: int) -> Pair:
-    """Empty, for a message: (B, heads, keys, D) and (B, heads, keys, D_v)."""
-    shapes = [(x.shape[0], heads, keys, x.shape[3]) for x in (k, v)]
-    return k.new_empty(shapes[0]), v.new_empty(shapes[1])
 
 
 @dataclass(frozen=True)
@@ -117,15 +82,17 @@ def _start(ring: Ring, k: Tensor, v: Tensor, heads: slice, step: int) -> Transfe
         send = k[cut].contiguous(), v[cut].contiguous()
     ours = ring.part(ring.rank, ring.source(step), length)
     if ours is not None:
-        receive = buffers(k, v, ring.heads_at_once, extent(ours.keys, length))
-    return ring.exchange(send, ring.user(step), receive, ring.source(step), KEYS)
+        receive = Shapes.of(k, v, ring.heads_at_once, extent(ours.keys, length))
+    return ring.transport.exchange(send, ring.user(step), receive, ring.source(step), KEYS)
 
 
 def blocks(ring: Ring, q_heads: int, k: Tensor, v: Tensor) -> Iterator[Block]:
     """All blocks of this rank, in the order in which every rank takes them.
 
-    The transfer of a block starts before the block before it is given out.
+    The transfer of a block starts before the block before it is given out, and after that one's keys
+    have come.
     """
+    ring.transport.begin(Shapes.of(k, v, ring.heads_at_once, k.shape[2]))
     at_once, per_key = ring.heads_at_once, q_heads // k.shape[1]
     cuts = [slice(h, h + at_once) for h in range(0, k.shape[1], at_once)]
     units = [(heads, step) for heads in cuts for step in range(ring.size)]
@@ -136,11 +103,11 @@ def blocks(ring: Ring, q_heads: int, k: Tensor, v: Tensor) -> Iterator[Block]:
 
     pending = start(0)
     for i, (heads, step) in enumerate(units):
-        following = start(i + 1)
         ours = ring.part(ring.rank, ring.source(step), k.shape[2])
         keys = k[:, heads], v[:, heads]
         if pending is not None:
             keys = pending.wait() or (k[:, heads, :0], v[:, heads, :0])
+        following = start(i + 1)
         in_q = slice(heads.start * per_key, heads.stop * per_key)
         yield Block(step, in_q, heads, ours, *keys)
         pending = following
@@ -252,10 +219,10 @@ class KeyGradients:
         receive = None
         if theirs is not None:
             keys = extent(theirs.keys, self.length)
-            receive = buffers(*self.targets, ring.heads_at_once, keys)
+            receive = Shapes.of(*self.targets, ring.heads_at_once, keys)
         send = (part[0].contiguous(), part[1].contiguous()) if part is not None else None
         source, user = ring.source(block.step), ring.user(block.step)
-        transfer = ring.exchange(send, source, receive, user, GRADIENTS)
+        transfer = ring.transport.exchange(send, source, receive, user, GRADIENTS)
         self.returning = (transfer, block, theirs)
 
     def finish(self) -> None:
