@@ -32,6 +32,8 @@ COMPLEX = (torch.complex64, torch.complex128)
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 CAST_TYPES = {5: torch.float16, 15: torch.bfloat16}  # by the number of c10::ScalarType
 MASTER = "master_param"
+# A step asks them of several hundred tensors.
+GRAD, DTYPE, LAYOUT, DEVICE = map(operator.attrgetter, ("grad", "dtype", "layout", "device"))
 
 
 @dataclass
@@ -70,24 +72,25 @@ class Batch:
 
     def refresh(self) -> bool:
         """Takes the gradients of this step; false if a kernel can't, or the parameters changed."""
-        grads: list[Any] = [param.grad for param in self.params]
+        params: list[Tensor] = self.params
+        grads: list[Any] = list(map(GRAD, params))
         self.grads = grads
-        if self.native or self.first_step:
+        if self.native or self.first_step or type(None) in map(type, grads):
             return False
-        if self.has_shards and all(grad is not None for grad in grads):
-            specs = specs_of(self.params) + specs_of(grads)
+        if self.has_shards:
+            specs = specs_of(params) + specs_of(grads)
             if not same_objects(specs, self.specs):
-                pairs = [(p, g) for p, g in zip(self.params, grads, strict=True) if is_dtensor(p)]
+                pairs = [(p, g) for p, g in zip(params, grads, strict=True) if is_dtensor(p)]
                 if not all(cut_alike(param, grad) for param, grad in pairs):
                     return False
                 self.specs = specs
-            grads = locals_of(grads)
+            params, grads = locals_of(params), locals_of(grads)
         return (
             set(map(type, grads)) <= PLAIN_TYPES
-            and {grad.layout for grad in grads} == {torch.strided}
-            and {grad.dtype for grad in grads} == {self.dtype}
-            and {param.dtype for param in self.params} == {self.dtype}
-            and {param.device for param in self.params} == {self.device}
+            and set(map(LAYOUT, grads)) == {torch.strided}
+            and set(map(DTYPE, grads)) == {self.dtype}
+            and set(map(DTYPE, params)) == {self.dtype}
+            and set(map(DEVICE, params)) == {self.device}
         )
 
 
