@@ -289,6 +289,14 @@ def test_a_graph_that_leads_to_a_parameter_is_named():
     with pytest.raises(CaptureError, match="a tensor outside of it leads to a parameter"):
         warpwright.graph_step(model, F.cross_entropy, sgd(model.parameters()), batches(1, CUDA)[0])
     assert kept.grad_fn is not None
+    # The broken capture leaves nothing: random numbers, memory, streams, another capture.
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.rand(4, device="cuda").numel() == 4
+    del kept
+    step = warpwright.graph_step(
+        model, F.cross_entropy, sgd(model.parameters()), batches(1, CUDA)[0]
+    )
+    assert step.captured
 
 
 class Counts(Net):

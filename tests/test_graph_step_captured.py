@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import warpwright
+from warpwright import optim
 from warpwright.graphs.watch import CaptureError
 
 CPU = torch.device("cpu")
@@ -244,6 +245,20 @@ def test_clipping_and_its_norm():
         assert float(clipped) <= 0.1001
         assert float(step.grad_norm) >= float(clipped)
     assert same_bits(ours, native)
+
+
+@gpu
+def test_the_norm_of_our_optimizer():
+    """It is that of the last replay, not that of the last eager step."""
+    ours, native = net(CUDA), net(CUDA)
+    optimizer, reference = (optim.SGD(x.parameters(), lr=0.1, max_norm=0.1) for x in (ours, native))
+    data = batches(4, CUDA)
+    step = warpwright.graph_step(ours, F.cross_entropy, optimizer, data[0])
+    on_device_lr(reference)
+    for batch in data:
+        step(*batch)
+        plain_loop(native, reference, [batch])
+        assert torch.equal(optimizer.grad_norm, reference.grad_norm)
 
 
 @gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from .watch import CaptureError, Watch, no_draws_on_the_host
 
 PLAIN = (bool, int, float, str, type(None))
+OUTSIDE = "a tensor outside of it leads to a parameter: delete or detach it"
 # What schedulers keep in a group; no step reads it.
 UNUSED = {"params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
@@ -24,6 +26,7 @@ def record(
     pool: Any = None,
     generators: Sequence[torch.Generator] = (),
     watch: Watch | None = None,
+    why_legacy_stream: str = OUTSIDE,
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """``step`` as a CUDA graph, and its result. Nothing runs; the caller has warmed the step up.
 
@@ -34,12 +37,15 @@ def record(
         watch: raises by name for what the graph can't hold. Under a dispatch mode torch and our ops
             take the paths that show every op, such as attention by its formula. So it watches a
             capture that is dropped.
+        why_legacy_stream: the reason, if work of the backward would run on the default stream.
     Raises:
         CaptureError: the step can't be captured.
     """
+    pool = pool if pool is not None else torch.cuda.graph_pool_handle()
+    capture = functools.partial(_capture, step, stream, pool, generators, why_legacy_stream)
     # Its graph keeps the pool alive. Its result goes, so that the second capture takes its memory.
-    rehearsed = _capture(step, stream, pool, generators, watch)[0] if watch is not None else None
-    graph, result = _capture(step, stream, pool, generators, contextlib.nullcontext())
+    rehearsed = capture(watch)[0] if watch is not None else None
+    graph, result = capture(contextlib.nullcontext())
     del rehearsed
     return graph, result
 
@@ -49,14 +55,17 @@ def _capture(
     stream: Any,
     pool: Any,
     generators: Sequence[torch.Generator],
+    why_legacy_stream: str,
     watch: contextlib.AbstractContextManager[Any],
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
     try:
+        # The outer block: torch's own does not leave its stream if the capture ends badly.
         # thread_local: a loader's thread may pin memory meanwhile.
         with (
+            torch.cuda.stream(stream),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             watch,
             no_draws_on_the_host(),
@@ -65,6 +74,7 @@ def _capture(
     except CaptureError:
         raise
     except RuntimeError as error:
+        _leave_broken(stream, pool, generators)
         # An error inside of the block ends the capture, and the end of a broken capture raises too.
         first: BaseException = error
         while isinstance(first.__context__, RuntimeError):
@@ -73,9 +83,25 @@ def _capture(
             raise first from None
         line = (str(first).splitlines() or [""])[0]
         if "legacy stream" in line:
-            line = f"a tensor outside of it leads to a parameter: delete or detach it ({line})"
+            line = f"{why_legacy_stream} ({line})"
         raise CaptureError(f"a CUDA graph can't hold the step: {line}") from error
     return graph, result
+
+
+def _leave_broken(stream: Any, pool: Any, generators: Sequence[torch.Generator]) -> None:
+    """After a capture that CUDA did not end: torch leaves its pool open and its generators captured.
+
+    Random numbers would raise from then on. A generator is free again when a capture ends well.
+    """
+    device = stream.device.index
+    with contextlib.suppress(RuntimeError):  # raises if the capture did end
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device=stream.device)
 
 
 class Rates:

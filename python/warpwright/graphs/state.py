@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..optim._shards import local
+
 # A replay may choose other kernels than the eager step, so its rounding may differ. Its change of all
 # parameters may move by this much of the change, in the L2 norm.
 MOVED = {torch.float32: 5e-2, torch.bfloat16: 2e-1, torch.float16: 2e-1}
@@ -19,7 +21,7 @@ SHARE_OF_MEMORY = 4  # copies go to the host if they take more than a fourth of 
 
 
 def changed_tensors(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once."""
+    """Parameters and buffers by name, each once; this rank's shards of DTensors."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for i, module in enumerate(modules):
@@ -27,13 +29,13 @@ def changed_tensors(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                found[prefix + name] = tensor
+                found[prefix + name] = local(tensor)
     return found
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    """The tensors of an optimizer's state."""
-    return [v for values in state.values() for v in values.values() if isinstance(v, Tensor)]
+    """The tensors of an optimizer's state; this rank's shards of DTensors."""
+    return [local(v) for values in state.values() for v in values.values() if isinstance(v, Tensor)]
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> list[Any]:

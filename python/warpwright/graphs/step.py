@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ..optim._shards import local
 from .body import Body, Loss, Phase
 from .capture import Rates, move_step_counts, record, why_not_scaled
 from .copies import WeightCopies, read_in_capture
 from .prefetch import prefetched
+from .replicas import Replicas
 from .state import (
     Outcome,
     Snapshot,
@@ -32,8 +34,6 @@ from .state import (
     tensors_of,
 )
 from .watch import CaptureError, Watch
-
-WARM_UP = 3  # eager steps before a capture: they make state, compile, and tune
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Captured:
     result: Any
     grads: list[Tensor | None]
     grad_norm: Tensor | None
+    optimizer_norm: Tensor | None  # that of warpwright.optim, with max_norm
 
 
 Graphs = dict[Phase, Captured]
@@ -76,6 +77,7 @@ class GraphStep:
         why = why_not_scaled(body.optimizer) if body.scaler is not None else ""
         if why:
             raise CaptureError(why)
+        self._replicas = Replicas(body.model)
         self._stream = _stream_of(body.device)
         self._pool = pool if pool is not None else torch.cuda.graph_pool_handle()
         self._rates = Rates(body.optimizer, body.device)
@@ -167,7 +169,10 @@ class GraphStep:
         self._copies.refresh()
         made.graph.replay()
         self.grad_norm = made.grad_norm
-        self._body.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        optimizer: Any = self._body.optimizer
+        if made.optimizer_norm is not None:
+            optimizer.grad_norm = made.optimizer_norm
+        optimizer._opt_called = True  # schedulers ask for it
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, made.result)
 
     def _first_step(self, batch: tuple[Any, ...], phase: Phase) -> Any:
@@ -220,7 +225,7 @@ class GraphStep:
 
     def _look_for_changes(self) -> None:
         """Drops the graphs if the parameters lie elsewhere; makes others for other options."""
-        places = [p.data_ptr() if p.requires_grad else 0 for p in self._body.params]
+        places = [local(p).data_ptr() if p.requires_grad else 0 for p in self._body.params]
         if places != self._places:
             self.reset()
             self._places = places
@@ -253,7 +258,11 @@ class GraphStep:
         current = torch.cuda.current_stream(body.device)
         self._stream.wait_stream(current)
         try:
-            with self._rates.placed(), torch.cuda.stream(self._stream):
+            with (
+                self._rates.placed(),
+                self._replicas.ready(),
+                torch.cuda.stream(self._stream),
+            ):
                 own = [*body.generators(), *self._warm_up(batch)]
                 numbers = numbers_of(optimizer)
                 graphs = self._record(batch, inputs, own)
@@ -284,7 +293,7 @@ class GraphStep:
             body.sums = [p.grad for p in body.params]
         with Watch(body.device, raises=False) as watch:
             body.whole(batch)
-        for _ in range(WARM_UP - 2):
+        for _ in range(self._replicas.warm_up - 2):
             body.whole(batch)
         return [g for g in watch.generators if g.device.type == "cuda"]
 
@@ -300,10 +309,12 @@ class GraphStep:
                     pool=self._pool,
                     generators=own,
                     watch=Watch(body.device, raises=True),
+                    why_legacy_stream=self._replicas.why_legacy_stream,
                 )
             grads = [p.grad for p in body.params]
             norm = body.grad_norm if phase.last else None
-            graphs[phase] = Captured(graph, inputs, result, grads, norm)
+            own_norm = getattr(body.optimizer, "grad_norm", None) if phase.last else None
+            graphs[phase] = Captured(graph, inputs, result, grads, norm, own_norm)
         return graphs
 
     def _check(
