@@ -57,19 +57,20 @@ def _sequences(rows: list[Row]) -> str:
 def _beside_native(rows: list[Row]) -> str:
     """What both ours and native ran, on as many GPUs."""
     lines = ["| step | GPUs | native ms | ours ms | native / ours |", "|---|---|---|---|---|"]
-    native = {(row["scheme"], row["ranks"]): row for row in rows if row["impl"] == "native"}
-    for row in rows:
-        key = row["scheme"], row["ranks"]
-        if row["impl"] != "warpwright" or key not in native:
+    found = {(row["scheme"], row["ranks"], row["impl"]): row for row in rows}
+    for scheme, ranks, impl in found:
+        how = impl.removeprefix("warpwright")
+        theirs = found.get((scheme, ranks, f"native{how}"))
+        if not impl.startswith("warpwright") or theirs is None:
             continue
-        theirs = native[key]
-        found = [("ms", "")]
-        if "forward_ms" in row:
-            found = [("forward_ms", ", forward"), ("backward_ms", ", backward")]
-        for field, words in found:
-            ratio = theirs[field] / row[field]
-            figures = f"{milliseconds(theirs[field])} | {milliseconds(row[field])} | {ratio:.2f}"
-            lines.append(f"| {key[0]}{words} | {key[1]} | {figures} |")
+        mine = found[scheme, ranks, impl]
+        parts = [("ms", ", graph_step" if how else "")]
+        if "forward_ms" in mine:
+            parts = [("forward_ms", ", forward"), ("backward_ms", ", backward")]
+        for field, words in parts:
+            ratio = theirs[field] / mine[field]
+            figures = f"{milliseconds(theirs[field])} | {milliseconds(mine[field])} | {ratio:.2f}"
+            lines.append(f"| {scheme}{words} | {ranks} | {figures} |")
     return "\n".join(lines)
 
 

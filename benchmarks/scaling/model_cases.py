@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from warpwright.bench.steps import NHWC, Workload
 from .timing import Case
 
 IMPLS = ("native", "warpwright")
+GRAPHS = ("native_graph", "warpwright_graph")  # the step under `graph_step`
 
 
 class LlamaBlock(nn.Module):
@@ -95,8 +97,21 @@ def wrapped(model: nn.Module, form: str, device: torch.device) -> nn.Module:
     return model
 
 
+def on_a_stream_of_its_own(make: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+    """A graph can hold the backward of a DDP wrapper that was made outside of the default stream."""
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        made = make()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return made
+
+
 def training_step(work: Workload, form: str, impl: str, device: torch.device) -> Callable[[], None]:
     """Each rank brings its own batch; ``form``: "one GPU", "DP" or "FSDP"."""
+    ours, graph = impl.startswith("warpwright"), impl.endswith("_graph")
     torch.manual_seed(0)
     with device:
         model = work.model()
@@ -106,25 +121,34 @@ def training_step(work: Workload, form: str, impl: str, device: torch.device) ->
         if form != "FSDP":  # which takes contiguous parameters alone
             model = model.to(memory_format=torch.channels_last)
         inputs = [x.contiguous(memory_format=torch.channels_last) for x in inputs]
-    if impl == "warpwright":
+    if ours:
         warpwright.swap(model, fuse=True)
         warpwright.swap(criterion)
-    parallel = wrapped(model, form, device)
+    make = functools.partial(wrapped, model, form, device)
+    parallel = on_a_stream_of_its_own(make, device) if graph else make()
     parameters = list(model.parameters())
-    if impl == "warpwright":
+    if ours:
         optimizer: Any = warpwright.optim.AdamW(parameters, lr=1e-4)
     else:
         optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    amp = work.dtype != torch.float32
+    autocast = work.dtype if work.dtype != torch.float32 else None
 
-    def step() -> None:
+    def loss_of(output: Any, target: Tensor) -> Tensor:
+        return work.loss(criterion, output, target)
+
+    if graph:
+        example = (tuple(inputs), target)
+        step = warpwright.graph_step(parallel, loss_of, optimizer, example, autocast=autocast)
+        return lambda: step(*example)
+
+    def eager() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device.type, work.dtype, enabled=amp):
-            loss = work.loss(criterion, parallel(*inputs), target)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            loss = loss_of(parallel(*inputs), target)
         loss.backward()
         optimizer.step()
 
-    return step
+    return eager
 
 
 def models(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -143,7 +167,7 @@ def models(device: torch.device, quick: bool) -> Iterator[Case]:
             continue
         for form in ("DP", "FSDP", "one GPU"):
             ranks = 1 if form == "one GPU" else dist.get_world_size()
-            for impl in IMPLS:
+            for impl in IMPLS + GRAPHS:
                 step = training_step(work, form, impl, device)
                 yield Case(f"{form}: {names[work.op]}", impl, ranks, step)
 
