@@ -61,7 +61,6 @@ MEMORY_OPS = {
     "indices": lambda x: F.max_pool2d(x, **POOL, return_indices=True),
     "max_pool2d_with_indices": lambda x: F.max_pool2d_with_indices(x, **POOL),
     "relu_max_pool2d": lambda x: F.relu_max_pool2d(x, **POOL),
-    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
     "batch_norm": lambda x: F.batch_norm(x, *norm(x)),
     "batch_norm_relu": lambda x: F.batch_norm_relu(x, *norm(x)),
     "batch_norm_silu": lambda x: F.batch_norm_silu(x, *norm(x)),
@@ -75,6 +74,24 @@ MEMORY_OPS = {
 def test_ops_that_only_move_memory_are_natives(device, name):
     x = torch.randn(2, 4, 9, 9, device=device)
     assert traced_ops(MEMORY_OPS[name], x) == []
+
+
+SLOWER_BACKWARDS = {
+    "global_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "squeeze_excitation": lambda x: F.squeeze_excitation(x, x[0, 0], None, x[1, :, :, 0], None),
+}
+
+
+@pytest.mark.parametrize("name", SLOWER_BACKWARDS)
+def test_ops_with_a_slower_backward_of_inductors(device, name):
+    """In training on a GPU they stay, with their backward."""
+    function, x = SLOWER_BACKWARDS[name], torch.randn(2, 4, 9, 4, device=device)
+    kept = [name] if x.is_cuda else []
+    assert traced_ops(function, x) == kept
+    with torch.no_grad():
+        assert traced_ops(function, x) == []
+    if kept:
+        assert ahead_of_time_ops(function, x.requires_grad_()) == {name, f"{name}_backward"}
 
 
 def test_an_activation_behind_a_product_is_natives(device):

@@ -27,6 +27,10 @@ def always(args: tuple[Any, ...]) -> bool:
     return True
 
 
+def _is_on_cpu(args: tuple[Any, ...]) -> bool:
+    return bool(args[0].device.type == "cpu")
+
+
 LINEAR = (
     Operator("linear", native.linear, native.linear, autocast=True, flops=_work.linear_flops),
     Operator("linear_backward", aten=_aten.linear_backward, flops=_work.linear_backward_flops),
@@ -156,13 +160,13 @@ SQUEEZE_EXCITATION = (
         _squeeze_excitation.squeeze_excitation,
         _squeeze_excitation.aten_squeeze_excitation,
         autocast=True,
-        is_fused_by_inductor=always,
+        is_fused_by_inductor=_is_on_cpu,
         flops=_work.squeeze_excitation_flops,
     ),
     Operator(
         "squeeze_excitation_backward",
         aten=_squeeze_excitation.aten_squeeze_excitation_backward,
-        is_fused_by_inductor=always,
+        is_fused_by_inductor=_is_on_cpu,
         flops=_work.squeeze_excitation_backward_flops,
     ),
 )
@@ -338,12 +342,12 @@ GLOBAL_AVG_POOL2D = (
         "global_avg_pool2d",
         _native_reductions.global_avg_pool2d,
         _native_reductions.global_avg_pool2d,
-        is_fused_by_inductor=always,
+        is_fused_by_inductor=_is_on_cpu,
     ),
     Operator(
         "global_avg_pool2d_backward",
         aten=_aten.global_avg_pool2d_backward,
-        is_fused_by_inductor=always,
+        is_fused_by_inductor=_is_on_cpu,
     ),
 )
 GRAD_NORM = Operator("grad_norm")

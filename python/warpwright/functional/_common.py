@@ -10,12 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import _arguments
 
 # Together they say what torch.compiler.is_compiling() says, in 40 ns per call instead of 60. While
 # compiling, native's op replaces an op of ours that only moves memory: Inductor fuses it.
 dynamo, exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
+
+
+def trains_on_gpu(input: Tensor) -> bool:
+    """While compiling: whether an op stays whose backward Inductor's form of the chain does not reach."""
+    return input.device.type == "cuda" and torch.is_grad_enabled()
 
 
 def pair(function: str, name: str, value: int | Sequence[int]) -> Sequence[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _arguments
 from .._catalog import NATIVE_OPERATORS
 from .._ops import ops
-from ._common import dynamo, exporting, pool_window
+from ._common import dynamo, exporting, pool_window, trains_on_gpu
 
 
 def max_pool2d(
@@ -137,7 +137,8 @@ def adaptive_avg_pool2d(
         RuntimeError: an integer ``input``, or as native for other output sizes.
         TypeError: an argument of another type.
     """
-    if not is_global_pool(input, output_size) or dynamo() or exporting():
+    is_ours = is_global_pool(input, output_size) and not exporting()
+    if not is_ours or (dynamo() and not trains_on_gpu(input)):
         if not torch.compiler.is_compiling():  # native would read freed memory
             _arguments.require_storage("adaptive_avg_pool2d", "input", input)
         return torch.nn.functional.adaptive_avg_pool2d(input, output_size)

@@ -11,7 +11,7 @@ from .. import _arguments
 from .._catalog import NATIVE_OPERATORS
 from .._ops import ops
 from .._squeeze_excitation import ACTIVATIONS, SCALE_ACTIVATIONS
-from ._common import dynamo, exporting
+from ._common import dynamo, exporting, trains_on_gpu
 
 
 def squeeze_excitation(
@@ -57,7 +57,7 @@ def squeeze_excitation(
         rest = (fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, scale_activation)
         return squeeze_excitation(input, *rest).squeeze(0)
     args = (input, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, scale_activation)
-    if dynamo() or exporting():
+    if exporting() or (dynamo() and not trains_on_gpu(input)):
         return NATIVE_OPERATORS["squeeze_excitation"](*args)[0]  # type: ignore[no-any-return]
     try:
         return ops.squeeze_excitation(*args)[0]  # type: ignore[no-any-return]

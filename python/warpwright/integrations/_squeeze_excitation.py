@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from .. import nn as ours
-from ..functional._common import dynamo, exporting
+from ..functional._common import dynamo, exporting, trains_on_gpu
 from ..swap.blocks import all_layers_are_watched, is_hooked
 from ..swap.patterns import CONVOLUTIONS
 from ..swap.registry import Known, register_code
@@ -85,8 +85,9 @@ def _forward(
             is_ours = is_ours and _is_no_step(layer) and not _has_hooks(layer)
         if not is_ours or x.dim() != 4 or x.numel() == 0 or not x.is_floating_point():
             return self._native.forward(self, x)  # type: ignore[no-any-return]
-        # While compiling: the form that Inductor fuses.
-        if dynamo() or exporting() or all_layers_are_watched() or vars(self).get("add_maxpool"):
+        if exporting() or (dynamo() and not trains_on_gpu(x)):
+            return self._native.forward(self, x)  # type: ignore[no-any-return]
+        if all_layers_are_watched() or vars(self).get("add_maxpool"):
             return self._native.forward(self, x)  # type: ignore[no-any-return]
         of_fc1, of_fc2 = fc1._parameters, fc2._parameters
         return F.squeeze_excitation(
