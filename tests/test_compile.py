@@ -76,29 +76,43 @@ def test_ops_that_only_move_memory_are_natives(device, name):
     assert traced_ops(MEMORY_OPS[name], x) == []
 
 
+def weight(x):
+    return x.flatten()[:81].view(9, 9)
+
+
+# Functions of an image of 9 columns, and the operators that stay while a GPU trains.
 SLOWER_BACKWARDS = {
-    "global_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
-    "squeeze_excitation": lambda x: F.squeeze_excitation(x, x[0, 0], None, x[1, :, :, 0], None),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 1), "global_avg_pool2d"),
+    "squeeze_excitation": (
+        lambda x: F.squeeze_excitation(x, x[0, :, :4, 0].T, None, x[1, :, 0, :4], None),
+        "squeeze_excitation",
+    ),
+    "linear_relu": (lambda x: F.linear_relu(x, weight(x)), "linear_activation"),
+    "linear_gelu": (lambda x: F.linear_gelu(x, weight(x)), "linear_activation"),
+    "linear_silu": (lambda x: F.linear_silu(x, weight(x)), "linear_activation"),
+    "mlp": (lambda x: F.mlp(x, weight(x), None, weight(x), None, "gelu_tanh"), "mlp"),
 }
 
 
 @pytest.mark.parametrize("name", SLOWER_BACKWARDS)
-def test_ops_with_a_slower_backward_of_inductors(device, name):
+def test_ops_with_a_slower_backward_of_inductors(device, name, monkeypatch):
     """In training on a GPU they stay, with their backward."""
-    function, x = SLOWER_BACKWARDS[name], torch.randn(2, 4, 9, 4, device=device)
-    kept = [name] if x.is_cuda else []
-    assert traced_ops(function, x) == kept
+    function, kept = SLOWER_BACKWARDS[name]
+    x = torch.randn(2, 4, 9, 9, device=device)
+    products = ["linear"] * (2 if name == "mlp" else 1) if "linear" in kept or name == "mlp" else []
     with torch.no_grad():
-        assert traced_ops(function, x) == []
-    if kept:
-        assert ahead_of_time_ops(function, x.requires_grad_()) == {name, f"{name}_backward"}
-
-
-def test_an_activation_behind_a_product_is_natives(device):
-    x, w = torch.randn(3, 8, device=device), torch.randn(8, 8, device=device)
-    for function in (F.linear_relu, F.linear_gelu, F.linear_silu):
-        assert traced_ops(function, x, w) == ["linear"]
-    assert traced_ops(lambda x: F.mlp(x, w, None, w, None, "gelu_tanh"), x) == ["linear"] * 2
+        assert traced_ops(function, x) == products
+    if not x.is_cuda:
+        assert traced_ops(function, x) == products
+        for module in ("_linear", "_pool", "_squeeze_excitation"):
+            module = sys.modules[f"warpwright.functional.{module}"]
+            monkeypatch.setattr(module, "trains_on_gpu", lambda x: True)
+    assert traced_ops(function, x) == [kept]
+    if x.is_cuda or products:
+        expected = {kept, f"{kept}_backward"}
+        if name == "mlp":
+            expected = {"linear_activation", "linear", "linear_activation_backward"}
+        assert expected <= ahead_of_time_ops(function, x.requires_grad_())
 
 
 def test_the_rest_stays_ours(device):

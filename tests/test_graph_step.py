@@ -292,9 +292,9 @@ def test_a_graph_that_leads_to_a_parameter_is_named():
     # The broken capture leaves nothing: random numbers, memory, streams, another capture.
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.rand(4, device="cuda").numel() == 4
-    del kept
+    other = net(CUDA)
     step = warpwright.graph_step(
-        model, F.cross_entropy, sgd(model.parameters()), batches(1, CUDA)[0]
+        other, F.cross_entropy, sgd(other.parameters()), batches(1, CUDA)[0]
     )
     assert step.captured
 

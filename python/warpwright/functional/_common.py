@@ -19,9 +19,15 @@ from .. import _arguments
 dynamo, exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
 
 
+def is_exported() -> bool:
+    """Whether torch.export traces, with Dynamo or without. Dynamo takes is_exporting() for true in
+    every trace, and this flag for what it is."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
 def trains_on_gpu(input: Tensor) -> bool:
-    """While compiling: whether an op stays whose backward Inductor's form of the chain does not reach."""
-    return input.device.type == "cuda" and torch.is_grad_enabled()
+    """While compiling: whether an op stays whose backward is faster than Inductor's of the chain."""
+    return input.device.type == "cuda" and torch.is_grad_enabled() and not is_exported()
 
 
 def pair(function: str, name: str, value: int | Sequence[int]) -> Sequence[int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import _arguments
 from .._native import ACTIVATIONS
 from .._ops import ops
-from ._common import dynamo, exporting
+from ._common import dynamo, exporting, trains_on_gpu
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -105,7 +105,7 @@ def mlp(
     Raises:
         RuntimeError: another activation; otherwise as :func:`linear`.
     """
-    if not (dynamo() or exporting()):
+    if not (dynamo() or exporting()) or trains_on_gpu(input):
         try:
             return ops.mlp(input, weight1, bias1, weight2, bias2, activation)  # type: ignore[no-any-return]
         except RuntimeError as error:
@@ -146,7 +146,8 @@ def _fault_of_mlp(
 def _linear_activation(
     function: str, input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
-    if (dynamo() or exporting()) and activation in ACTIVATIONS:
+    is_traced = (dynamo() or exporting()) and not trains_on_gpu(input)
+    if is_traced and activation in ACTIVATIONS:
         return ACTIVATIONS[activation](ops.linear(input, weight, bias))
     try:
         return ops.linear_activation(input, weight, bias, activation)[0]

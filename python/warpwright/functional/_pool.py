@@ -107,11 +107,11 @@ WHY_NOT_GLOBAL = "only the mean of whole planes, output size 1 or (1, 1), has a 
 
 def is_one(output_size: Any) -> bool:
     """Whether it is the number 1, or two of them."""
-    if output_size.__class__ is int:
+    if type(output_size) is int:
         return bool(output_size == 1)
-    if output_size.__class__ not in (tuple, list, torch.Size) or len(output_size) != 2:
+    if type(output_size) not in (tuple, list, torch.Size) or len(output_size) != 2:
         return False
-    return all(size.__class__ is int and size == 1 for size in output_size)
+    return all(type(size) is int and size == 1 for size in output_size)
 
 
 def is_global_pool(input: Any, output_size: Any) -> bool:
@@ -137,8 +137,8 @@ def adaptive_avg_pool2d(
         RuntimeError: an integer ``input``, or as native for other output sizes.
         TypeError: an argument of another type.
     """
-    is_ours = is_global_pool(input, output_size) and not exporting()
-    if not is_ours or (dynamo() and not trains_on_gpu(input)):
+    is_ours = is_global_pool(input, output_size)
+    if not is_ours or ((dynamo() or exporting()) and not trains_on_gpu(input)):
         if not torch.compiler.is_compiling():  # native would read freed memory
             _arguments.require_storage("adaptive_avg_pool2d", "input", input)
         return torch.nn.functional.adaptive_avg_pool2d(input, output_size)

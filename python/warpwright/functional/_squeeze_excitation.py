@@ -57,7 +57,7 @@ def squeeze_excitation(
         rest = (fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, scale_activation)
         return squeeze_excitation(input, *rest).squeeze(0)
     args = (input, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, scale_activation)
-    if exporting() or (dynamo() and not trains_on_gpu(input)):
+    if (dynamo() or exporting()) and not trains_on_gpu(input):
         return NATIVE_OPERATORS["squeeze_excitation"](*args)[0]  # type: ignore[no-any-return]
     try:
         return ops.squeeze_excitation(*args)[0]  # type: ignore[no-any-return]

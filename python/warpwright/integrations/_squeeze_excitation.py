@@ -85,7 +85,7 @@ def _forward(
             is_ours = is_ours and _is_no_step(layer) and not _has_hooks(layer)
         if not is_ours or x.dim() != 4 or x.numel() == 0 or not x.is_floating_point():
             return self._native.forward(self, x)  # type: ignore[no-any-return]
-        if exporting() or (dynamo() and not trains_on_gpu(x)):
+        if (dynamo() or exporting()) and not trains_on_gpu(x):
             return self._native.forward(self, x)  # type: ignore[no-any-return]
         if all_layers_are_watched() or vars(self).get("add_maxpool"):
             return self._native.forward(self, x)  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from .. import nn as ours
 from .._ops import ops
+from ..functional._common import is_exported
 from .classes import forward_of
 from .fuse import Block
 from .patterns import MAKES_NEW
@@ -34,9 +35,7 @@ def skip_of(input: Tensor, output: Any) -> Tensor:
     """
     if input.__class__ is not Tensor or output.__class__ is not Tensor or not input.requires_grad:
         return input
-    # Dynamo compiles torch.compiler.is_exporting() to True. It reads the flag behind it.
-    is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
-    if is_exporting or torch.jit.is_tracing() or not torch.is_grad_enabled():  # type: ignore[attr-defined]
+    if is_exported() or torch.jit.is_tracing() or not torch.is_grad_enabled():  # type: ignore[attr-defined]
         return input
     joined: Tensor = ops.conv2d_join_skip(input, output)
     return joined
