@@ -129,6 +129,7 @@ def record_raw(device):
             *(t(2, 3, 6, 5), gate[1], gate[3], 1e-5, activation, *windows),
             [True, True, sums is None, True, True],
         )
+    ops.mlp_hidden_gradient(t(4, 3), t(3, 7), t(4, 7), "gelu")
     first = (t(2, 1, 6, 6), t(4, 1, 3, 3), t(4), t(4), t(4))
     pooled = ([1, 1], [1, 1], [1, 1], 1, [2, 2], [2, 2], [0, 0], [1, 1], False)
     y, mean, rstd, codes = ops.conv2d_batch_norm_relu_max_pool2d(*first, 1e-5, *pooled, True)

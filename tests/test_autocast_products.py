@@ -353,7 +353,7 @@ def test_checkpoint(device, reentrant):
 
 
 def test_compiled_code_keeps_casts_to_fuse(device):
-    """Traced, a product's casts stay apart: Inductor fuses them with their neighbours."""
+    """Traced, the cast of a product's input stays apart: Inductor fuses it with its neighbours."""
 
     def run(x, w, b):
         with torch.autocast(device, torch.bfloat16):

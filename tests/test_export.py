@@ -31,7 +31,7 @@ WITHOUT = {
     *("cross_entropy_forward_gradient", "cross_entropy_scale_"),
     *("linear_cross_entropy_forward", "linear_cross_entropy_backward"),
     *("dropout", "dropout_backward"),
-    *("conv2d_join_skip", "conv2d_batch_norm_backward"),
+    *("conv2d_join_skip", "conv2d_batch_norm_backward", "mlp_hidden_gradient"),
     *("norm_with_residual", "cast_with_residual", "layer_scale_add_with_copy"),  # eager steps
 }
 

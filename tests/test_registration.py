@@ -275,6 +275,8 @@ def record_traced_backward(leaf, device):
         *(y, None, x, x, weight, vector, vector, mean, rstd, mask, convolved, None, None, None),
         *(1e-5, "none", *windows, [True, True, False, True, True]),
     )
+    dy, hidden = torch.randn(4, 3, device=device), torch.randn(4, 7, device=device)
+    torch.ops.warpwright.mlp_hidden_gradient(dy, hidden[:3], hidden, "gelu")
 
 
 def recorded(device):

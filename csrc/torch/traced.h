@@ -4,6 +4,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "torch/autograd.h"
+#include "torch/plain.h"
 
 namespace warpwright {
 
@@ -22,5 +23,8 @@ inline bool is_traced(const Tensor& x) {
   return has_mode && x.key_set().has(DispatchKey::Python) && !x.key_set().has_any(kTransforms) &&
          !has_tangent(x);
 }
+
+// What a node of ours may lead to.
+inline bool is_plain_or_traced(const Tensor& x) { return is_plain(x) || is_traced(x); }
 
 }  // namespace warpwright

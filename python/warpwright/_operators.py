@@ -46,7 +46,11 @@ LINEAR_ACTIVATION = (
     Operator("linear_activation_backward", aten=_aten.linear_activation_backward),
     *LINEAR,
 )
-MLP = (Operator("mlp", _native.mlp, _native.mlp, composed=True), *LINEAR_ACTIVATION)
+MLP = (
+    Operator("mlp", _native.mlp, _native.mlp, composed=True),
+    Operator("mlp_hidden_gradient", flops=_work.mlp_hidden_gradient_flops),
+    *LINEAR_ACTIVATION,
+)
 NORM_WITH_RESIDUAL = Operator("norm_with_residual", composed=True)
 LINEAR_QUANTIZED = (
     Operator(

@@ -275,6 +275,10 @@ def conv2d_backward_flops(
     )
 
 
+def mlp_hidden_gradient_flops(dy: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(dy) * weight[1]
+
+
 def conv2d_batch_norm_backward_flops(
     dy: Shape, sums: Any, skip: Any, x: Shape, weight: Shape, *rest: Any,
     out_shape: Any = None, **kwargs: Any,

@@ -99,6 +99,7 @@ RULES: dict[str, Rule] = {
     "linear_quantized": _products.linear_quantized,
     "linear_quantized_backward": _products.linear_quantized_backward,
     "linear_activation_backward": _products.linear_activation_backward,
+    "mlp_hidden_gradient": _products.mlp_hidden_gradient,
     "conv2d": _products.conv2d,
     "conv2d_backward": _products.conv2d_backward,
     "conv_transpose2d": _products.conv_transpose2d,

@@ -86,6 +86,14 @@ def linear_activation_backward(
     return results((dz, 0), (bias, None if bias is None else 0))
 
 
+def mlp_hidden_gradient(
+    info: Any, dims: Dims, grad: Tensor, weight: Tensor, kept: Tensor, activation: str
+) -> tuple[Any, Any]:
+    """Only the trace of a compilation calls it, and no transform does."""
+    args = (grad, weight, kept, activation)
+    return one_by_one(ops.mlp_hidden_gradient, info.batch_size, dims, args)
+
+
 def linear_quantized(info: Any, dims: Dims, x: Tensor, *weight: Any) -> tuple[Tensor, int]:
     """Rows; a bias per sample is added after the product."""
     samples, (codes, scales, zeros, bias, *form) = info.batch_size, weight

@@ -366,7 +366,7 @@ TensorPair linear_activation_autocast(const Tensor& input, const Tensor& weight,
     return linear_ops::linear_activation(cast.input, cast.weight, cast.bias, activation, keep);
   }
   return differentiable_linear_activation(cast.input, cast.weight, cast.bias, activation, keep,
-                                          {input, weight, value_or_undefined(bias)});
+                                          {cast.source, weight, value_or_undefined(bias)});
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "ops/linear/cast.h"
 #include "torch/cast_node.h"
 #include "torch/plain.h"
+#include "torch/traced.h"
 #include "torch/weight_copies.h"
 
 namespace warpwright {
@@ -131,7 +132,7 @@ Tensor cast_input(at::ScalarType type, const Tensor& x, c10::DeviceType device) 
 // `operand`.
 bool is_direct(const Tensor& source, const Tensor& operand, at::ScalarType type) {
   if (!source.defined()) return true;
-  return operand.scalar_type() == type && is_plain(source) &&
+  return operand.scalar_type() == type && is_plain_or_traced(source) &&
          (source.scalar_type() == type || source.scalar_type() == at::kFloat);
 }
 
@@ -147,13 +148,14 @@ AutocastOperands::AutocastOperands(c10::DeviceType device, const Tensor& input_,
   const at::ScalarType type = at::autocast::get_autocast_dtype(device);
   input = is_16bit(type) ? cast_input(type, input_, device)
                          : at::autocast::cached_cast(type, input_, device);
+  source = is_traced(input_) ? input : input_;
   weight = cast_weight(type, weight_, device);
   if (bias_) bias = cast_weight(type, *bias_, device);
   const Tensor old_bias = value_or_undefined(bias_), new_bias = value_or_undefined(bias);
   direct = is_16bit(type) &&
-           (wants_gradient_of_cast(input_, input) || wants_gradient_of_cast(weight_, weight) ||
+           (wants_gradient_of_cast(source, input) || wants_gradient_of_cast(weight_, weight) ||
             wants_gradient_of_cast(old_bias, new_bias)) &&
-           is_direct(input_, input, type) && is_direct(weight_, weight, type) &&
+           is_direct(source, input, type) && is_direct(weight_, weight, type) &&
            is_direct(old_bias, new_bias, type) && is_plain_linear(input, weight, bias);
 }
 

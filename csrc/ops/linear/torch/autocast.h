@@ -23,6 +23,9 @@ struct AutocastOperands {
   Tensor input, weight;
   OptionalTensor bias;
   bool direct;
+  // The input that such a node leads to. In a trace it is the cast one: Inductor fuses the input's
+  // cast with its neighbours, which then read a gradient of 16 bits.
+  Tensor source;
 };
 
 }  // namespace warpwright

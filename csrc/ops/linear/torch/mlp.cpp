@@ -1,5 +1,6 @@
 // mlp, composed of linear_activation and linear. In memory and with a gradient, both are one node,
-// whose backward has the activation's gradient in a product's epilogue.
+// whose backward has the activation's gradient in a product's epilogue. The same in a trace of
+// torch.compile, whose backward has that product as the operator mlp_hidden_gradient.
 #include <ATen/autocast_mode.h>
 
 #include <string_view>
@@ -11,6 +12,7 @@
 #include "ops/linear/torch/autocast.h"
 #include "ops/linear/torch/common.h"
 #include "torch/plain.h"
+#include "torch/traced.h"
 
 namespace warpwright {
 namespace {
@@ -52,21 +54,90 @@ Tensor fused_hidden_gradient(const Tensor& grad_output, const Tensor& weight, co
 }
 #endif
 
+// dz, and db1 if it is wanted, by linear's product and a pass.
+TensorPair composed_hidden_gradient(const Tensor& grad_output, const Tensor& weight,
+                                    const Tensor& kept, std::string_view activation,
+                                    bool wants_bias = false, bool float32_bias = false) {
+  const Tensor dh =
+      std::get<0>(linear_ops::linear_backward(grad_output, {}, weight, {true, false, false}, {}));
+  return linear_ops::linear_activation_backward(dh, kept, activation, wants_bias,
+                                                wants_bias && float32_bias);
+}
+
+// ---- its operator ----
+
+void check_hidden_gradient(const Tensor& grad_output, const Tensor& weight, const Tensor& kept) {
+  TORCH_CHECK(weight.dim() == 2, "mlp_hidden_gradient: weight: expected 2 dimensions, got ",
+              weight.dim());
+  TORCH_CHECK(kept.dim() > 0 && kept.sym_size(-1) == weight.sym_size(1),
+              "mlp_hidden_gradient: kept: expected ", weight.sym_size(1),
+              " columns, those of weight, got shape ", kept.sym_sizes());
+  const auto expected = with_last_size(kept, weight.sym_size(0));
+  TORCH_CHECK(grad_output.sym_sizes() == c10::SymIntArrayRef(expected),
+              "mlp_hidden_gradient: grad_output: expected shape ", c10::SymIntArrayRef(expected),
+              ", got ", grad_output.sym_sizes());
+  check_same_type(kept, weight, "mlp_hidden_gradient", "weight");
+  check_same_type(kept, grad_output, "mlp_hidden_gradient", "grad_output");
+}
+
+Tensor call_mlp_hidden_gradient(const Tensor& grad_output, const Tensor& weight,
+                                const Tensor& kept, std::string_view activation) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view)>(
+          "warpwright::mlp_hidden_gradient");
+  return op.call(grad_output, weight, kept, activation);
+}
+
+Tensor mlp_hidden_gradient(const Tensor& grad_output, const Tensor& weight, const Tensor& kept,
+                           std::string_view activation) {
+  check_hidden_gradient(grad_output, weight, kept);
+  [[maybe_unused]] const Activation f = find_linear_activation(activation);
+#ifdef WARPWRIGHT_WITH_CUDA
+  check_has_storage(grad_output, "mlp_hidden_gradient: grad_output");
+  check_has_storage(weight, "mlp_hidden_gradient: weight");
+  check_has_storage(kept, "mlp_hidden_gradient: kept");
+  if (Tensor dz = fused_hidden_gradient(grad_output, weight, kept, f); dz.defined()) return dz;
+#endif
+  return std::get<0>(composed_hidden_gradient(grad_output, weight, kept, activation));
+}
+
+// Meta, and a call to differentiate: of ops that have a gradient.
+Tensor mlp_hidden_gradient_composed(const Tensor& grad_output, const Tensor& weight,
+                                    const Tensor& kept, std::string_view activation) {
+  check_hidden_gradient(grad_output, weight, kept);
+  return std::get<0>(composed_hidden_gradient(grad_output, weight, kept, activation));
+}
+
+Tensor mlp_hidden_gradient_autograd(const Tensor& grad_output, const Tensor& weight,
+                                    const Tensor& kept, std::string_view activation) {
+  if (needs_gradient(grad_output) || needs_gradient(weight) || needs_gradient(kept) ||
+      any_tangent(grad_output, weight, kept)) {
+    return mlp_hidden_gradient_composed(grad_output, weight, kept, activation);
+  }
+  return below_autograd(
+      [&] { return call_mlp_hidden_gradient(grad_output, weight, kept, activation); });
+}
+
+// ---- in the node ----
+
 // dz, and db1 if it came on the way.
 TensorPair hidden_gradient(const Tensor& grad_output, const Tensor& weight, const Tensor& kept,
                            Activation activation, bool wants_bias, bool float32_bias) {
-#ifdef WARPWRIGHT_WITH_CUDA
   // A second derivative needs ops with nodes, and modes want to see ops.
-  if (!needs_gradient(grad_output) && !needs_gradient(weight) && !needs_gradient(kept) &&
-      is_plain(grad_output) && is_plain(weight) && is_plain(kept)) {
+  const bool is_first =
+      !needs_gradient(grad_output) && !needs_gradient(weight) && !needs_gradient(kept);
+  if (is_first && is_traced(grad_output)) {
+    return {call_mlp_hidden_gradient(grad_output, weight, kept, activation_name(activation)),
+            Tensor()};
+  }
+#ifdef WARPWRIGHT_WITH_CUDA
+  if (is_first && is_plain(grad_output) && is_plain(weight) && is_plain(kept)) {
     Tensor dz = fused_hidden_gradient(grad_output, weight, kept, activation);
     if (dz.defined()) return {dz, Tensor()};
   }
 #endif
-  const Tensor dh =
-      std::get<0>(linear_ops::linear_backward(grad_output, {}, weight, {true, false, false}, {}));
-  return linear_ops::linear_activation_backward(dh, kept, activation_name(activation), wants_bias,
-                                                wants_bias && float32_bias);
+  return composed_hidden_gradient(grad_output, weight, kept, activation_name(activation),
+                                  wants_bias, float32_bias);
 }
 
 // ---- the node ----
@@ -152,10 +223,10 @@ Tensor mlp_node(const Product& first, const Product& second, const Sources& sour
 // needs a gradient.
 bool takes_one_node(const Product& first, const Tensor& weight2, const OptionalTensor& bias2) {
   const Tensor& input = first.input;
-  return is_plain(input) && is_plain(first.weight) &&
-         is_plain_or_none(value_or_undefined(first.bias)) && is_plain(weight2) &&
-         is_plain_or_none(value_or_undefined(bias2)) && is_floating(input.scalar_type()) &&
-         is_plain_linear(input, first.weight, first.bias) &&
+  auto is_usable = [](const Tensor& x) { return !x.defined() || is_plain_or_traced(x); };
+  return is_usable(input) && is_usable(first.weight) && is_usable(value_or_undefined(first.bias)) &&
+         is_usable(weight2) && is_usable(value_or_undefined(bias2)) &&
+         is_floating(input.scalar_type()) && is_plain_linear(input, first.weight, first.bias) &&
          is_plain_linear(input, weight2, bias2) &&
          (needs_gradient(input) || needs_gradient(first.weight) ||
           needs_gradient(value_or_undefined(first.bias)));
@@ -176,18 +247,19 @@ Tensor mlp(const Tensor& input, const Tensor& weight1, const OptionalTensor& bia
   if (!takes_one_node(first, weight2, bias2)) {
     return mlp_composed(first, weight2, bias2, activation);
   }
-  const Sources sources1{input, weight1, value_or_undefined(bias1)};
   const Sources sources2{input, weight2, value_or_undefined(bias2)};
   const auto device = input.device().type();
   if (!at::autocast::is_autocast_enabled(device)) {
-    return mlp_node(first, {input, weight2, bias2}, sources1, sources2, f);
+    return mlp_node(first, {input, weight2, bias2}, {input, weight1, value_or_undefined(bias1)},
+                    sources2, f);
   }
   {
     const AutocastOperands cast1(device, input, weight1, bias1);
     const AutocastOperands cast2(device, cast1.input, weight2, bias2);
     if (is_one_type(cast1, first) && is_one_type(cast2, {cast1.input, weight2, bias2})) {
       return mlp_node({cast1.input, cast1.weight, cast1.bias},
-                      {cast1.input, cast2.weight, cast2.bias}, sources1, sources2, f);
+                      {cast1.input, cast2.weight, cast2.bias},
+                      {cast1.source, weight1, value_or_undefined(bias1)}, sources2, f);
     }
   }
   return mlp_composed(first, weight2, bias2, activation);
@@ -200,8 +272,26 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "mlp(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, "
       "str activation) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+  m.def(
+      "mlp_hidden_gradient(Tensor grad_output, Tensor weight, Tensor kept, str activation) "
+      "-> Tensor",
+      {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(warpwright, CompositeImplicitAutograd, m) { m.impl("mlp", mlp); }
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) { m.impl("mlp_hidden_gradient", mlp_hidden_gradient); }
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) { m.impl("mlp_hidden_gradient", mlp_hidden_gradient); }
+#endif
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("mlp_hidden_gradient", mlp_hidden_gradient_composed);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
+  m.impl("mlp_hidden_gradient", mlp_hidden_gradient_autograd);
+}
 
 }  // namespace warpwright

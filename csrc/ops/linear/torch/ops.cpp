@@ -415,7 +415,7 @@ Tensor linear_autocast(const Tensor& input, const Tensor& weight, const Optional
   const AutocastOperands cast(kDevice, input, weight, bias);
   if (!cast.direct) return linear_ops::linear(cast.input, cast.weight, cast.bias);
   return differentiable_linear(cast.input, cast.weight, cast.bias,
-                               {input, weight, value_or_undefined(bias)});
+                               {cast.source, weight, value_or_undefined(bias)});
 }
 
 }  // namespace

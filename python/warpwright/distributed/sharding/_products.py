@@ -69,6 +69,14 @@ def linear_activation_backward(
     return rows
 
 
+def mlp_hidden_gradient(dy: Any, w: Any, kept: Any, activation: str) -> list[Row]:
+    last = dy.ndim - 1
+    rows: list[Row] = [all_replicated(1, 3)]
+    rows += [([S(i)], [S(i), R, S(i)]) for i in range(last)]
+    rows.append(([S(last)], [R, S(1), S(last)]))
+    return rows
+
+
 def _cuts_groups(codes: Any, scales: Any, fragments: bool) -> bool:
     """Whether shards along the input's features are whole groups of plain codes."""
     return not fragments and (scales.ndim == 1 or scales.shape[1] % codes.mesh.size() == 0)
@@ -195,6 +203,7 @@ RULES = {
     "linear_backward": Rule(linear_backward, kept=("weight",), advice=LINEAR_ADVICE),
     "linear_activation": Rule(linear_activation, kept=("weight",), advice=ACTIVATION_ADVICE),
     "linear_activation_backward": Rule(linear_activation_backward),
+    "mlp_hidden_gradient": Rule(mlp_hidden_gradient, kept=("weight",), advice=ACTIVATION_ADVICE),
     "linear_quantized": Rule(linear_quantized, kept=("codes",), advice=LINEAR_ADVICE),
     "linear_quantized_backward": Rule(
         linear_quantized_backward, kept=("codes",), advice=LINEAR_ADVICE
