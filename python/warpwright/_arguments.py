@@ -89,6 +89,8 @@ def sizes(function: str, name: str, value: Any) -> Sequence[int]:
 
 def real(function: str, name: str, value: Any) -> Any:
     """Accepts real numbers of Python and NumPy, and 0-d tensors that require no grad."""
+    if value.__class__ is float:
+        return value
     if _is_symbolic(value):
         return value
     if isinstance(value, Tensor):
@@ -101,6 +103,8 @@ def real(function: str, name: str, value: Any) -> Any:
 
 def flag(function: str, name: str, value: Any) -> Any:
     """Accepts Python's bool only."""
+    if value is True or value is False:
+        return value
     if not isinstance(value, bool) and not _is_symbolic(value):
         _refuse(function, name, "bool", value)
     return value

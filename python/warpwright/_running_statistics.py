@@ -37,14 +37,15 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
         function = getattr(F, functional) if isinstance(functional, str) else functional
         self._check_input_dim(tensors[0])
         tracks = self.training and self.track_running_stats
-        if tracks and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+        counter = self.num_batches_tracked if tracks else None
+        if counter is not None:
+            counter.add_(1)
         # Running statistics count only where they are updated or used to normalise.
         use_running = not self.training or self.track_running_stats
         running_mean = self.running_mean if use_running else None
         running_var = self.running_var if use_running else None
         batch_statistics = self.training or (running_mean is None and running_var is None)
-        if tracks and self.momentum is None and self.num_batches_tracked is not None:
+        if counter is not None and self.momentum is None:
             return self._forward_cumulative(function, *tensors, **options)
         momentum = 0.0 if self.momentum is None else self.momentum
         bias: Tensor | None = self.bias
@@ -156,6 +157,18 @@ def normalize_convolved(
     """
     if not runs_as_one(norm, conv, input, *residual, **pool):
         return convolve_and_normalize(norm, conv, input, *residual, functional=after, **pool)
+    return normalize_as_one(norm, conv, after, input, *residual, **pool)
+
+
+def normalize_as_one(
+    norm: RunningStatistics,
+    conv: nn.Conv2d,
+    after: str,
+    input: Tensor,
+    *residual: Tensor,
+    **pool: Any,
+) -> Tensor:
+    """`normalize_convolved` of a call that ``runs_as_one``."""
 
     def fused(input: Tensor, *rest: Any) -> Tensor:
         *added, running_mean, running_var, weight, bias, training, momentum, eps = rest

@@ -47,7 +47,7 @@ def takes_statistics(
 
     Everywhere else one operator after the other is as fast. So it runs if a residual broadcasts.
     """
-    if not all(isinstance(t, Tensor) for t in (input, weight)):
+    if not (isinstance(input, Tensor) and isinstance(weight, Tensor)):
         return False  # conv2d raises
     if not input.is_cuda or input.dim() != 4 or input.size(0) < 2 or weight.dim() != 4:
         return False
@@ -56,6 +56,8 @@ def takes_statistics(
         return False
     if residual is None:
         return True
+    if not isinstance(residual, Tensor) or residual.dtype != dtype:
+        return False
     windows = [(w, w) if isinstance(w, int) else tuple(w) for w in (stride, padding, dilation)]
     if any(len(window) != 2 or min(window) < 0 for window in windows) or 0 in windows[0]:
         return False  # conv2d raises
@@ -63,7 +65,7 @@ def takes_statistics(
         (input.size(2 + i) + 2 * p - d * (weight.size(2 + i) - 1) - 1) // s + 1
         for i, (s, p, d) in enumerate(zip(*windows, strict=True))
     )
-    return residual.dtype == dtype and residual.shape == (input.size(0), weight.size(0), *extents)
+    return residual.shape == (input.size(0), weight.size(0), *extents)
 
 
 # Windows (input channels, rows, columns) with kernels that never write the convolution's output.

@@ -19,7 +19,7 @@ from .. import functional as F
 from .. import nn as ours
 from .._catalog import OPS
 from .._conv_norm_layers import _BatchNorm
-from .._running_statistics import convolve_and_normalize, normalize_convolved, runs_as_one
+from .._running_statistics import convolve_and_normalize, normalize_as_one, runs_as_one
 
 native = nn.functional
 POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
@@ -120,7 +120,7 @@ class _BatchNormKeeper(_BatchNorm):
             conv = fused.pop("conv")
             pool = {} if residual else fused
             if runs_as_one(self, conv, input, *residual, **pool):
-                return normalize_convolved(self, conv, self._functional, input, *residual, **pool)
+                return normalize_as_one(self, conv, self._functional, input, *residual, **pool)
             if not residual:
                 return convolve_and_normalize(self, conv, input, **fused)
             input = conv(input)
