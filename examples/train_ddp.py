@@ -4,18 +4,18 @@
     torchrun --nproc_per_node 8 examples/train_ddp.py --model resnet50 --batch 256 --bf16
 
 Each process has a GPU, or a share of the CPU's cores. The digits are scikit-learn's; ResNet-50 gets random images.
---compare trains native's layers first, from the same weights and on the same batches. --profile writes a page with
-communication and compute of a step on one time axis.
+--compare trains native's layers first, from the same weights and on the same batches. --graph replays the whole step as
+one CUDA graph, collectives included. --profile writes a page with communication and compute of a step on one time axis.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -81,7 +81,7 @@ def train(library: str, options: argparse.Namespace, device: torch.device) -> di
         warpwright.swap(
             model, fuse=True
         )  # before DistributedDataParallel, which wraps what is there
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model = in_ddp(model, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     if library == "warpwright":
         optimizer = warpwright.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
@@ -89,6 +89,10 @@ def train(library: str, options: argparse.Namespace, device: torch.device) -> di
     if library == "warpwright":
         cross_entropy = warpwright.functional.cross_entropy
     data = Images(options.model, options.batch, device)
+    lower = torch.bfloat16 if options.bf16 else None
+    run = eager_step(model, cross_entropy, optimizer, lower)
+    if options.graph:
+        run = warpwright.graph_step(model, cross_entropy, optimizer, data.batch(0), autocast=lower)
 
     first = dist.get_rank() == 0
     tenth, begin = max(1, options.steps // 10), 0.0
@@ -98,15 +102,9 @@ def train(library: str, options: argparse.Namespace, device: torch.device) -> di
         for step in range(options.steps):
             if step == tenth:  # warm from here on
                 begin = now(device)
-            images, labels = data.batch(step)
-            lower = torch.autocast(device.type, torch.bfloat16)
-            with lower if options.bf16 else contextlib.nullcontext():
-                loss = cross_entropy(model(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            loss = run(*data.batch(step))
             if step >= options.steps - tenth:
-                mean += loss.detach() / (tenth * dist.get_world_size())
+                mean += loss / (tenth * dist.get_world_size())
             progress.update(task, advance=1)
             if first and (step + 1) % options.report == 0:
                 progress.print(f"{library:<10} step {step + 1}: loss {loss.item():.4f} on rank 0")
@@ -114,6 +112,35 @@ def train(library: str, options: argparse.Namespace, device: torch.device) -> di
     dist.all_reduce(mean)
     images_per_second = data.per_rank * dist.get_world_size() * (options.steps - tenth) / seconds
     return {"loss": mean.item(), "images_per_second": images_per_second}
+
+
+def in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
+    """A graph can hold the step if DDP was not made on the default stream: its backward runs where it was made."""
+    if device.type == "cpu":
+        return DistributedDataParallel(model)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return model
+
+
+def eager_step(
+    model: nn.Module,
+    cross_entropy: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    lower: torch.dtype | None,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, lower, enabled=lower is not None):
+            loss = cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
 def profile(options: argparse.Namespace, device: torch.device) -> None:
@@ -143,6 +170,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--native", action="store_true", help="torch.nn's layers alone")
+    parser.add_argument("--graph", action="store_true", help="each step as one CUDA graph")
     parser.add_argument("--compare", action="store_true", help="native's layers, then ours")
     parser.add_argument("--report", type=int, default=20, help="steps between printed losses")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")

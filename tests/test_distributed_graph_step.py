@@ -26,10 +26,16 @@ def small_net():
     return model
 
 
+@contextlib.contextmanager
 def on_another_stream():
     if device_type() == "cpu":
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream())
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def spread(model, form):

@@ -128,7 +128,8 @@ class PeerMemory:
     stream: torch.cuda.Stream
     flag: Tensor  # of the barrier; its value is always 0
     slot_bytes: int = 0
-    memory: Any = None  # torch's handle of the symmetric memory
+    tensor: Tensor | None = None  # owns this GPU's slots
+    memory: Any = None  # torch's handle of the slots of all ranks
 
     @property
     def bytes(self) -> int:
@@ -140,10 +141,10 @@ class PeerMemory:
 
         if slot_bytes <= self.slot_bytes:
             return
-        self.memory, self.slot_bytes = None, slot_bytes
+        self.memory, self.tensor, self.slot_bytes = None, None, slot_bytes
         with _without_multicast():
-            tensor = symmetric.empty(self.bytes, dtype=torch.uint8, device=self.device)
-            self.memory = symmetric.rendezvous(tensor, group)
+            self.tensor = symmetric.empty(self.bytes, dtype=torch.uint8, device=self.device)
+            self.memory = symmetric.rendezvous(self.tensor, group)
 
     def slot(self, rank: int, kind: int, turn: int, shapes: Shapes) -> Pair:
         begin = (2 * KINDS.index(kind) + turn % 2) * self.slot_bytes
