@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import re
 import time
 
@@ -13,9 +14,10 @@ from sharded import device_type, make_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from warpwright.distributed import guard
-from warpwright.distributed.sequence import positions, ring_attention, shard, unshard
+from warpwright.distributed.sequence import positions, ring_attention, shard, transport, unshard
 from warpwright.distributed.sequence import ring as ring_module
 from warpwright.distributed.sequence.layouts import LAYOUTS, part, token_order
+from warpwright.distributed.sequence.transport import KINDS
 from warpwright.testing import compare_with_native
 
 native = torch.nn.functional.scaled_dot_product_attention
@@ -245,6 +247,75 @@ def test_keys_travel_while_blocks_compute(worlds):
     once = [("transfer", 1), ("compute", None), ("transfer", 2), *[("compute", None)] * 2]
     for events in worlds(3).run(record, make(3)):
         assert events == once * 2
+
+
+# ---- copies into other ranks' memory ----
+
+
+class SharedSlots:
+    """Stands in for `PeerMemory` on CPUs: a file per rank, mapped by all of them. A push writes at once,
+    so a slot that is still in use shows as wrong values."""
+
+    def __init__(self, folder, rank):
+        self.folder, self.rank, self.device = folder, rank, torch.device("cpu")
+        self.flag, self.slot_bytes, self.used = torch.zeros(1), 0, set()
+
+    def grow(self, slot_bytes, group):
+        self.slot_bytes = max(self.slot_bytes, slot_bytes)
+        name, size = f"{self.folder}/{self.slot_bytes}.", 2 * len(KINDS) * self.slot_bytes
+        with open(f"{name}{self.rank}", "ab") as file:
+            file.truncate(size)
+        dist.barrier(group)
+        ranks = range(dist.get_world_size(group))
+        self.memory = [
+            torch.from_file(f"{name}{rank}", shared=True, size=size, dtype=torch.uint8)
+            for rank in ranks
+        ]
+
+    def slot(self, rank, kind, turn, shapes):
+        self.used.add((kind, turn % 2))
+        begin = (2 * KINDS.index(kind) + turn % 2) * self.slot_bytes
+        pair = []
+        for shape, offset in ((shapes.k, 0), (shapes.v, shapes.v_offset)):
+            size = torch.Size(shape).numel() * shapes.dtype.itemsize
+            data = self.memory[rank][begin + offset :][:size]
+            pair.append(data.view(shapes.dtype).view(shape))
+        return tuple(pair)
+
+    def push(self, sources, targets):
+        time.sleep(random.random() * 2e-3)  # ranks drift apart
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+        return lambda: None
+
+
+def by_copies(rank, tensors, folder, settings):
+    """For each setting: results by messages, by copies, and again; and the slots that were used."""
+    slots, choose = SharedSlots(folder, rank), transport.choose
+    found = []
+    for options in settings:
+        expected = run(rank, tensors, **options)
+        transport.choose = lambda group, device: transport.PeerCopies(group, slots)
+        try:
+            found.append((expected, *(run(rank, tensors, **options) for _ in range(3))))
+        finally:
+            transport.choose = choose
+    return found, slots.used
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_copies_give_the_bits_of_messages(gloo_worlds, tmp_path, ranks):
+    """Every layout, with more transfers than slots."""
+    tensors = make(ranks, heads=8, key_heads=4)
+    settings = [
+        {"is_causal": causal, "layout": layout, "method": "ring", "heads_at_once": 1}
+        for causal in (True, False)
+        for layout in LAYOUTS
+    ]
+    for found, used in gloo_worlds(ranks).run(by_copies, tensors, str(tmp_path), settings):
+        assert used == {(kind, turn) for kind in KINDS for turn in (0, 1)}
+        for expected, *others in found:
+            assert all(all(map(torch.equal, expected, x)) for x in others)
 
 
 # ---- errors ----

@@ -155,6 +155,15 @@ class PeerMemory:
         )
         return k, v
 
+    def push(self, sources: Pair, targets: Pair) -> Callable[[], None]:
+        """Copies after the current stream's work. The result makes the current stream wait for it."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)  # contiguous on both sides: no kernel
+        pushed = self.stream.record_event()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(pushed)
+
 
 @dataclass
 class PeerCopies:
@@ -178,22 +187,18 @@ class PeerCopies:
     ) -> Transfer:
         peers, turn = self.peers, self.turns[kind]
         self.turns[kind] += 1
-        arrived = None
+        wait_for_push = None
         if send is not None:
             k_shape, v_shape = (tuple(x.shape) for x in send)
             shapes = Shapes(k_shape, v_shape, send[0].dtype, peers.device)
-            peers.stream.wait_stream(torch.cuda.current_stream(peers.device))
-            with torch.cuda.stream(peers.stream):
-                for target, x in zip(peers.slot(to, kind, turn, shapes), send, strict=True):
-                    target.copy_(x)  # contiguous on both sides: no kernel
-            arrived = peers.stream.record_event()
+            wait_for_push = peers.push(send, peers.slot(to, kind, turn, shapes))
         received = None
         if receive is not None:
             received = peers.slot(dist.get_rank(self.group), kind, turn, receive)
 
         def finish() -> None:
-            if arrived is not None:
-                torch.cuda.current_stream(peers.device).wait_event(arrived)
+            if wait_for_push is not None:
+                wait_for_push()
             self._barrier()
 
         return Transfer(finish, send, received)
