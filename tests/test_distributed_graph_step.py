@@ -105,6 +105,30 @@ def test_trains_as_the_loop(worlds, form, autocast):
     assert not differing(first, second)
 
 
+def accumulate(rank):
+    """Three batches per step: the ranks exchange gradients once, as with no_sync()."""
+    plain = small_net()
+    captured = copy.deepcopy(plain)
+    plain, captured = spread(plain, "ddp"), spread(captured, "ddp")
+    first, second = optimizer_of(plain), optimizer_of(captured)
+    example = next(batches(rank, 1))
+    step = warpwright.graph_step(captured, F.cross_entropy, second, example, accumulate=3)
+    for i, (images, labels) in enumerate(batches(rank, 6)):
+        if i % 3 == 0:
+            first.zero_grad()
+        with plain.no_sync() if i % 3 < 2 else contextlib.nullcontext():
+            loss = F.cross_entropy(plain(images), labels)
+            (loss / 3).backward()
+        if i % 3 == 2:
+            first.step()
+        torch.testing.assert_close(step(images, labels), loss.detach(), rtol=0, atol=0)
+    assert not differing(values(plain), values(captured))
+
+
+def test_gradients_of_several_batches(worlds):
+    worlds(2).run(accumulate)
+
+
 def refused(rank):
     model = DistributedDataParallel(small_net())
     with pytest.raises(CaptureError, match=r"DistributedDataParallel was made on the default str"):

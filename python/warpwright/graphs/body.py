@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from ..optim._shards import local
@@ -52,7 +54,20 @@ class Body:
     def __call__(self, batch: tuple[Any, ...], phase: Phase) -> Any:
         if phase.first:
             self._clear_gradients()
-        inputs, *targets = batch
+        with self._exchange(phase):
+            result = self._gradients(*batch)
+        if phase.last:
+            self._update()
+        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, result)
+
+    def _exchange(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
+        """DDP adds the ranks' gradients in the last phase alone."""
+        if phase.last or not isinstance(self.model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.model.no_sync()
+
+    def _gradients(self, inputs: Any, *targets: Any) -> Any:
+        """Forward and backward; what ``loss`` has returned."""
         with torch.autocast(
             self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
         ):
@@ -70,9 +85,7 @@ class Body:
         if self.accumulate > 1:
             value = value / self.accumulate
         (value if self.scaler is None else self.scaler.scale(value)).backward()
-        if phase.last:
-            self._update()
-        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, result)
+        return result
 
     def whole(self, batch: tuple[Any, ...]) -> Any:
         """All phases with the same batch; the result of the last."""
