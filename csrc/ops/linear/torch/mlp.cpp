@@ -80,8 +80,8 @@ void check_hidden_gradient(const Tensor& grad_output, const Tensor& weight, cons
   check_same_type(kept, grad_output, "mlp_hidden_gradient", "grad_output");
 }
 
-Tensor call_mlp_hidden_gradient(const Tensor& grad_output, const Tensor& weight,
-                                const Tensor& kept, std::string_view activation) {
+Tensor call_mlp_hidden_gradient(const Tensor& grad_output, const Tensor& weight, const Tensor& kept,
+                                std::string_view activation) {
   static const auto op =
       find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view)>(
           "warpwright::mlp_hidden_gradient");
