@@ -100,7 +100,10 @@ def _leave_broken(stream: Any, pool: Any, generators: Sequence[torch.Generator])
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with (
+        contextlib.suppress(RuntimeError),  # the caller raises what came first
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
         torch.zeros(1, device=stream.device)
 
 

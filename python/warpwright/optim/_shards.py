@@ -38,6 +38,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if type(tensor) in PLAIN_TYPES else tensor._local_tensor  # type: ignore[attr-defined,no-any-return]
 
 
+def local_of_any(tensor: Tensor) -> Tensor:
+    """As `local`; a tensor of another class is its own, too."""
+    return local(tensor) if is_dtensor(tensor) else tensor
+
+
 def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
     return _each(LOCAL_TENSOR, local, tensors)
 
