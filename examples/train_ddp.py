@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import warpwright
 from warpwright.demo.data import load_sklearn
 from warpwright.demo.train import build
+from warpwright.distributed import side_stream
 
 
 def start(name: str) -> torch.device:
@@ -81,7 +82,8 @@ def train(library: str, options: argparse.Namespace, device: torch.device) -> di
         warpwright.swap(
             model, fuse=True
         )  # before DistributedDataParallel, which wraps what is there
-    model = in_ddp(model, device)
+    with side_stream(device):  # for --graph, which cannot hold work of the default stream
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     if library == "warpwright":
         optimizer = warpwright.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
@@ -112,18 +114,6 @@ def train(library: str, options: argparse.Namespace, device: torch.device) -> di
     dist.all_reduce(mean)
     images_per_second = data.per_rank * dist.get_world_size() * (options.steps - tenth) / seconds
     return {"loss": mean.item(), "images_per_second": images_per_second}
-
-
-def in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
-    """A graph can hold the step if DDP was not made on the default stream: its backward runs where it was made."""
-    if device.type == "cpu":
-        return DistributedDataParallel(model)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return model
 
 
 def eager_step(

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import warpwright
 from warpwright import optim
+from warpwright.distributed import side_stream
 from warpwright.graphs import CaptureError
 
 
@@ -26,21 +27,9 @@ def small_net():
     return model
 
 
-@contextlib.contextmanager
-def on_another_stream():
-    if device_type() == "cpu":
-        yield
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
-
-
 def spread(model, form):
     if form == "ddp":
-        with on_another_stream():
+        with side_stream(torch.device(device_type())):
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
     mesh = make_mesh()
     for block in model:

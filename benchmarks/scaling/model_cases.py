@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import warpwright
 import warpwright.distributed
 from warpwright.bench.steps import NHWC, Workload
+from warpwright.distributed import side_stream
 
 from .timing import Case
 
@@ -97,18 +98,6 @@ def wrapped(model: nn.Module, form: str, device: torch.device) -> nn.Module:
     return model
 
 
-def on_a_stream_of_its_own(make: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-    """A graph can hold the backward of a DDP wrapper that was made outside of the default stream."""
-    if device.type != "cuda":
-        return make()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        made = make()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return made
-
-
 def training_step(work: Workload, form: str, impl: str, device: torch.device) -> Callable[[], None]:
     """Each rank brings its own batch; ``form``: "one GPU", "DP" or "FSDP"."""
     ours, graph = impl.startswith("warpwright"), impl.endswith("_graph")
@@ -124,8 +113,8 @@ def training_step(work: Workload, form: str, impl: str, device: torch.device) ->
     if ours:
         warpwright.swap(model, fuse=True)
         warpwright.swap(criterion)
-    make = functools.partial(wrapped, model, form, device)
-    parallel = on_a_stream_of_its_own(make, device) if graph else make()
+    with side_stream(device) if graph else contextlib.nullcontext():
+        parallel = wrapped(model, form, device)
     parameters = list(model.parameters())
     if ours:
         optimizer: Any = warpwright.optim.AdamW(parameters, lr=1e-4)

@@ -6,7 +6,8 @@ DDP, FSDP2 and tensor parallelism are PyTorch's. This package adds:
 - :mod:`.sync_batch_norm`: batch norm over the batches of all ranks;
 - :mod:`.tensor_parallel`: column- and row-parallel linear layers without a DTensor per call;
 - :mod:`.sequence`: attention over a sequence that ranks share;
-- :mod:`.failures`: errors that name the rank that failed.
+- :mod:`.failures`: errors that name the rank that failed;
+- :mod:`.streams`: a stream on which DDP can be captured.
 
 The guide is docs/distributed.md.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 FAILURES = ("RankFailed", "guard")
 SEQUENCE = ("context_parallel", "positions", "ring_attention", "shard", "unshard")
+STREAMS = ("side_stream",)
 TENSOR_PARALLEL = ("ColwiseParallel", "RowwiseParallel")
 
 
@@ -30,6 +32,10 @@ def __getattr__(name: str) -> Any:
         from . import sequence
 
         return getattr(sequence, name)
+    if name in STREAMS:
+        from . import streams
+
+        return getattr(streams, name)
     if name in TENSOR_PARALLEL:
         from . import tensor_parallel
 

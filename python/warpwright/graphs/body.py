@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from ..optim._shards import local_of_any
+from ..optim._shards import local
 from .state import changed_tensors
 
 Loss = Callable[..., Any]
@@ -130,7 +130,7 @@ class Body:
         """The parameters and buffers that a step may change, by name."""
         found = changed_tensors([m for m in (self.model, self.loss) if isinstance(m, nn.Module)])
         known = {id(t) for t in found.values()}
-        more = (p for p in map(local_of_any, self.params) if id(p) not in known)
+        more = (p for p in map(local, self.params) if id(p) not in known)
         return {**found, **{f"parameter {i} of the optimizer": p for i, p in enumerate(more)}}
 
 

@@ -31,8 +31,8 @@ class Replicas:
         if not self._wrappers:
             return OUTSIDE
         return (
-            "DistributedDataParallel was made on the default stream; make it on another one, as "
-            "docs/distributed.md shows"
+            "DistributedDataParallel was made on the default stream; make it inside of "
+            "`with warpwright.distributed.side_stream():`"
         )
 
     @contextmanager

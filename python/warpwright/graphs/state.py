@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..optim._shards import local_of_any
+from ..optim._shards import local
 
 # A replay may choose other kernels than the eager step, so its rounding may differ. Its change of all
 # parameters may move by this much of the change, in the L2 norm.
@@ -29,14 +29,14 @@ def changed_tensors(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                found[prefix + name] = local_of_any(tensor)
+                found[prefix + name] = local(tensor)
     return found
 
 
 def tensors_of(state: Any) -> list[Tensor]:
     """The tensors of an optimizer's state; this rank's shards of DTensors."""
     found = [v for values in state.values() for v in values.values() if isinstance(v, Tensor)]
-    return list(map(local_of_any, found))
+    return list(map(local, found))
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> list[Any]:

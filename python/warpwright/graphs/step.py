@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..optim._shards import local_of_any
+from ..optim._shards import local
 from .body import Body, Loss, Phase
 from .capture import Rates, move_step_counts, record, why_not_scaled
 from .copies import WeightCopies, read_in_capture
@@ -225,7 +225,7 @@ class GraphStep:
 
     def _look_for_changes(self) -> None:
         """Drops the graphs if the parameters lie elsewhere; makes others for other options."""
-        places = [local_of_any(p).data_ptr() if p.requires_grad else 0 for p in self._body.params]
+        places = [local(p).data_ptr() if p.requires_grad else 0 for p in self._body.params]
         if places != self._places:
             self.reset()
             self._places = places

@@ -31,16 +31,11 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard of this rank, sharing its memory; a plain tensor is its own.
+    """The shard of this rank, sharing its memory; any other tensor is its own.
 
     That is what ``to_local`` gives without gradients, as in a step.
     """
-    return tensor if type(tensor) in PLAIN_TYPES else tensor._local_tensor  # type: ignore[attr-defined,no-any-return]
-
-
-def local_of_any(tensor: Tensor) -> Tensor:
-    """As `local`; a tensor of another class is its own, too."""
-    return local(tensor) if is_dtensor(tensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
 
 
 def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
