@@ -34,6 +34,9 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
+
+from gpu_sharing import without_mps
 
 START_LIMIT = 120.0  # seconds, on a machine with more work than cores
 CASE_LIMIT = 60.0
@@ -164,14 +167,16 @@ class World:
         self.folder = tempfile.mkdtemp(prefix="ranks")
         context = _context(self.backend)
         self.pipes = []
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, self.size, self.backend, self.folder, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        # A rank that hangs is killed, and a client of MPS that dies at work ends the others.
+        with mock.patch.dict(os.environ, without_mps(), clear=True):
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                arguments = (rank, self.size, self.backend, self.folder, theirs)
+                process = context.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self.pipes.append(ours)
+                self.processes.append(process)
         outcomes = self._collect(START_LIMIT, GRACE)
         if any(outcome.failed for outcome in outcomes):
             self.close()

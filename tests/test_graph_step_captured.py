@@ -129,6 +129,21 @@ def test_the_graph_has_the_kernels_of_the_eager_step(swapped):
 
 
 @gpu
+def test_the_first_step_has_the_bits_of_the_eager_step():
+    model = Block().cuda()
+    warpwright.swap(model, fuse=True)
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(4, 128, 64, device="cuda"), torch.randn(4, device="cuda")
+    optimizer = our_adamw(model.parameters())
+    warpwright.graph_step(model, F.mse_loss, optimizer, (x, y), autocast=torch.bfloat16)(x, y)
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        loss = F.mse_loss(plain(x), y)
+    loss.backward()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, expected.grad)
+
+
+@gpu
 def test_dropout_draws_a_new_mask_per_replay():
     model = net(CUDA, p=0.5)
     (batch,) = batches(1, CUDA)

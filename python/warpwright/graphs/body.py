@@ -54,6 +54,8 @@ class Body:
     def __call__(self, batch: tuple[Any, ...], phase: Phase) -> Any:
         if phase.first:
             self._clear_gradients()
+        else:
+            self._point_to_sums()
         with self._exchange(phase):
             result = self._gradients(*batch)
         if phase.last:
@@ -61,10 +63,15 @@ class Body:
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, result)
 
     def _exchange(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
-        """DDP adds the ranks' gradients in the last phase alone."""
-        if phase.last or not isinstance(self.model, DistributedDataParallel):
+        """DDP adds the ranks' gradients in the last phase alone, and sends buffers in the first.
+
+        It sends them after a forward that was not under ``no_sync``. A capture runs each phase twice, so
+        the forward before is not always that of the phase before.
+        """
+        if not isinstance(self.model, DistributedDataParallel):
             return contextlib.nullcontext()
-        return self.model.no_sync()
+        self.model.require_forward_param_sync = phase.first
+        return contextlib.nullcontext() if phase.last else self.model.no_sync()
 
     def _gradients(self, inputs: Any, *targets: Any) -> Any:
         """Forward and backward; what ``loss`` has returned."""
@@ -97,9 +104,15 @@ class Body:
         if self.sums is None:
             self.optimizer.zero_grad(set_to_none=True)
             return
+        self._point_to_sums()
+        torch._foreach_zero_([total for total in self.sums if total is not None])
+
+    def _point_to_sums(self) -> None:
+        """DDP's buckets take the place of gradients in the last phase."""
+        if self.sums is None:
+            return
         for param, total in zip(self.params, self.sums, strict=True):
             param.grad = total
-        torch._foreach_zero_([total for total in self.sums if total is not None])
 
     def _update(self) -> None:
         if self.clip_grad_norm is not None:

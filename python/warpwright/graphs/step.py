@@ -139,16 +139,19 @@ class GraphStep:
     # ---- the eager step ----
 
     def _eagerly(self, batch: tuple[Any, ...], phase: Phase) -> Any:
-        device = self._body.device
-        batch = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+        batch = self._on_device(batch)
         if self._watched:
             result = self._body(batch, phase)
         else:
-            with Watch(device, raises=False) as watch:
+            with Watch(self._body.device, raises=False) as watch:
                 result = self._body(batch, phase)
             self.obstacles, self._watched = watch.found, True
         self.grad_norm = self._body.grad_norm
         return result
+
+    def _on_device(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        device = self._body.device
+        return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
 
     # ---- the replay ----
 
@@ -176,9 +179,13 @@ class GraphStep:
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, made.result)
 
     def _first_step(self, batch: tuple[Any, ...], phase: Phase) -> Any:
-        """The optimizer's first step may compute something else than the later ones: it runs eagerly."""
+        """The optimizer's first step may compute something else than the later ones: it runs eagerly.
+
+        Unwatched: under a dispatch mode our ops take other paths, and round more often.
+        """
         with self._rates.placed():
-            result = self._eagerly(batch, phase)
+            result = self._body(self._on_device(batch), phase)
+        self.grad_norm = self._body.grad_norm
         if phase.last:
             self._bind()
         return result
