@@ -419,3 +419,13 @@ def test_norm_with_residual_further(name):
     grad = torch.func.grad(lambda x: sum(t.sin().sum() for t in beside(x, w, centered, None)))
     (expected,) = torch.autograd.grad(x.sin().sum() + norm(x, (5,), *w, eps=1e-5).sin().sum(), x)
     torch.testing.assert_close(grad(x.detach()), expected)
+
+
+@both
+def test_a_freed_residual_beside_a_vector_that_learns(device, name):
+    """The sum is then computed apart, by an addition."""
+    x, residual, *vectors = made(name, (3, 4), TYPES[0], device)
+    gone = residual.detach()
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"{name}: residual: the tensor has a non-zero number"):
+        getattr(F, name)(x.detach(), gone, (4,), *vectors)

@@ -364,24 +364,33 @@ def test_dropout_draws_per_shard(worlds, placements):
     assert 0.45 < torch.stack((first, second)).float().mean() < 0.55
 
 
-def plain_dropout(rank, placements):
-    """As `dropout`, of the op alone."""
+def numbered_dropout(rank, placements, *mesh):
+    """The mask of one process, and its gradient in every placement that the output's may have."""
     from torch.distributed.tensor import distribute_tensor
 
+    mesh = make_mesh(*mesh)
+    ones = torch.ones(6, 5, 48)
     torch.manual_seed(5)
-    x = distribute_tensor(torch.ones(32, 64), make_mesh(), parse(placements)).requires_grad_()
+    whole, after = F.dropout(ones, 0.5), torch.rand(1)
+    torch.manual_seed(5)
+    x = distribute_tensor(ones, mesh, parse(placements)).requires_grad_()
     y = F.dropout(x, 0.5)
-    (dx,) = torch.autograd.grad(y, x, y.detach())
-    torch.testing.assert_close(dx.to_local(), y.to_local() * 2)
-    return y.to_local().detach() != 0, torch.rand(1)
+    assert torch.equal(torch.rand(1), after)
+    assert torch.equal(y.full_tensor(), whole)
+    for other in (placements, "/".join("R" * mesh.ndim), "/".join(["S1"] * mesh.ndim)):
+        gradient = distribute_tensor(whole, mesh, parse(other))
+        (dx,) = torch.autograd.grad(y, x, gradient, retain_graph=True)
+        assert torch.equal(dx.full_tensor(), 2 * whole)
 
 
-@pytest.mark.parametrize("placements", ["S0", "S1", "R"])
-def test_plain_dropout_draws_per_shard(worlds, placements):
-    (first, next_first), (second, next_second) = worlds(2).run(plain_dropout, placements)
-    assert torch.equal(first, second) == (placements == "R")
-    assert torch.equal(next_first, next_second)
-    assert 0.45 < torch.stack((first, second)).float().mean() < 0.55
+@pytest.mark.parametrize("placements", ["S0", "S1", "S2", "R"])
+def test_dropout_has_the_mask_of_one_process(worlds, placements):
+    worlds(2).run(numbered_dropout, placements)
+
+
+@pytest.mark.parametrize("placements", ["S0/S2", "S2/S1", "S0/R"])
+def test_dropout_has_the_mask_of_one_process_on_a_mesh(worlds, placements):
+    worlds(4).run(numbered_dropout, placements, 2, 2)
 
 
 # ---- operators that only autograd calls ----

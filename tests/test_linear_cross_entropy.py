@@ -36,6 +36,16 @@ def test_labels(device, dtype, reduction, chunk):
         compare_with_native(F.linear_cross_entropy, chain, args, kwargs)
 
 
+def test_probabilities_of_another_type(device):
+    x, weight, _, bias = operands(30, 24, 33, device, torch.float32)
+    for other in (torch.float64, torch.bfloat16):
+        target = torch.randn(30, 33, device=device).softmax(1).to(other)
+        loss = F.linear_cross_entropy(x, weight, target, bias)
+        expected = chain(x, weight, target, bias)
+        assert loss.dtype == expected.dtype
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_probabilities(device, dtype, reduction):
     x, weight, _, bias = operands(30, 24, 33, device, dtype)
@@ -214,6 +224,19 @@ def test_errors(device):
 
 
 # ---- compile, autocast, module ----
+
+
+def test_errors_of_the_operator(device):
+    x, weight, target, bias = operands(6, 4, 5, device)
+    options = (None, 0, -100, 0.0, 0, torch.float32)  # reduction "none"
+    forward = torch.ops.warpwright.linear_cross_entropy_forward
+    for place in range(3):
+        mask = [i == place for i in range(3)]
+        with pytest.raises(RuntimeError, match="output_mask: the gradients of reduction 'none'"):
+            forward(x.detach(), weight.detach(), bias.detach(), target, *options, mask)
+    soft = torch.randn(6, 5, device=device).softmax(1).requires_grad_()
+    with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'target'"):
+        forward(x, weight, bias, soft, *options, [False] * 3)
 
 
 def test_opcheck(device):

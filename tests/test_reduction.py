@@ -56,6 +56,12 @@ def quietly(f):
     return run
 
 
+def test_columns_that_are_not_side_by_side(device, dtype, name):
+    x = torch.randn(40, 70, 2, device=device).to(dtype)[..., 0]
+    ours, theirs = pair(name)
+    compare_with_native(ours, theirs, (x.detach().requires_grad_(), 0))
+
+
 @pytest.mark.parametrize(("shape", "dim"), SHAPES, ids=str)
 def test_values(device, dtype, name, shape, dim):
     ours, theirs = map(quietly, pair(name))

@@ -19,24 +19,29 @@ constexpr double kPartBytesPerCycle = 2000;
 struct PortableRates {
   double fma_per_cycle;  // of one SM
   double tile_latency;   // least cycles per k tile: a barrier, fragment reads, a dependent chain
-  double prologue;       // per wave
+  double prologue;       // per wave; of TF32 matrices with the store
   bool whole_waves;      // a wave takes as long as a full one
   double second_launch;  // of a split k
   double split;          // per part
 };
 
-// Operands that are matrices. `vectorized`: both by 16-byte accesses.
-inline PortableRates matrix_rates(GemmKind kind, GemmTile tile, bool vectorized) {
-  constexpr double kFmaPerCycle[] = {1100, 550, 110, 50};
+// Operands that are matrices. `vectorized`: both by 16-byte accesses. `weight_gradient`: both
+// MN-major. The values of TF32 are fitted to measured times of an H200.
+inline PortableRates matrix_rates(GemmKind kind, GemmTile tile, bool vectorized,
+                                  bool weight_gradient) {
+  constexpr double kFmaPerCycle[] = {1100, 360, 110, 50};
   constexpr double kElementLoads = 4;  // times slower, for 16-bit elements
+  const bool tf32 = kind == GemmKind::kTf32;
   const double efficiency = kind == GemmKind::kFp64      ? 1.0
                             : tile == GemmTile::k128x256 ? 1.0
                             : tile == GemmTile::k128x128 ? 0.9
                                                          : 0.6;
   const double slowdown = kind == GemmKind::k16Bit && !vectorized ? kElementLoads : 1;
   return {.fma_per_cycle = kFmaPerCycle[static_cast<int>(kind)] * efficiency / slowdown,
-          .tile_latency = 450,
-          .prologue = 1500,
+          .tile_latency = tf32 && weight_gradient ? 800.0 : 450.0,
+          .prologue = !tf32                      ? 1500.0
+                      : tile == GemmTile::k64x64 ? 4000.0
+                                                 : 8500.0,
           .whole_waves = false,
           .second_launch = 4000,
           .split = 0};

@@ -192,6 +192,11 @@ inline bool takes_short_k(const GemmParams& p, const DeviceInfo& device) {
 
 // ---- choice ----
 
+// As those of a weight's gradient.
+inline bool has_mn_major_operands(const GemmParams& p) {
+  return p.a.major == Major::kMN && p.b.major == Major::kMN;
+}
+
 // Both set the fastest tile and split of their path and return its estimate, negative if the path
 // has no tile.
 inline double choose_portable_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan& plan) {
@@ -201,7 +206,7 @@ inline double choose_portable_tile(const GemmParams& p, const DeviceInfo& device
     const TileShape shape = portable_tile(plan.kind, tile);
     if (shape.ctas_per_sm == 0 || (!vectorized && tile != GemmTile::k64x64)) continue;
     if (tile_smem_bytes(plan.kind, shape) > device.smem_per_block) continue;
-    const PortableRates rates = matrix_rates(plan.kind, tile, vectorized);
+    const PortableRates rates = matrix_rates(plan.kind, tile, vectorized, has_mn_major_operands(p));
     const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n);
     const int64_t k_tiles = ceil_div(p.k, shape.blk_k);
     for (int splits = 1; splits <= kMaxPortableSplits; splits *= 2) {
@@ -247,7 +252,7 @@ inline Sm90Product sm90_product(const GemmParams& p, const GemmPlan& plan) {
           .n = p.n,
           .k = p.k,
           .loading = plan.loading,
-          .weight_gradient = p.a.major == Major::kMN && p.b.major == Major::kMN,
+          .weight_gradient = has_mn_major_operands(p),
           .whole_sectors = p.a.rows_start_at(32) && p.b.rows_start_at(32),
           .adds_to_narrow = adds_to_narrow(p)};
 }
@@ -284,8 +289,8 @@ inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, Ge
 inline bool can_sum_rows(const GemmParams& p, const GemmPlan& plan) {
   const bool wgmma =
       plan.variant == GemmVariant::kSm90 || plan.variant == GemmVariant::kOuterProduct;
-  return wgmma && plan.kind == GemmKind::k16Bit && p.a.major == Major::kMN &&
-         p.b.major == Major::kMN && !p.accumulate && !is_empty(p);
+  return wgmma && plan.kind == GemmKind::k16Bit && has_mn_major_operands(p) && !p.accumulate &&
+         !is_empty(p);
 }
 
 // Sets the fastest tile and split of k inside clusters, and returns its estimate, or a negative

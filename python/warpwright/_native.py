@@ -7,7 +7,7 @@ left out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -292,8 +292,8 @@ def activation(input: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](input)
 
 
-def dropout(input: Tensor, p: float) -> tuple[Tensor]:
-    """The operator's first result; no caller of native's reads the state."""
+def dropout(input: Tensor, p: float, place: Sequence[int] = ()) -> tuple[Tensor]:
+    """The operator's first result; no caller of native's reads the state, or has a shard."""
     return (native.dropout(input, p),)
 
 

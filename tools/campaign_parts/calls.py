@@ -53,7 +53,10 @@ def run(options: Options) -> list[Row]:
         if kind == "public":
             native = run_shards(replace(campaign, native=True))
             compared = [n for n in ours.results if native.results.get(n, ("none",))[0] != "none"]
-            share = 1 - len(unexplained(ours, native)) / max(1, len(compared))
+            different = unexplained(ours, native)
+            for number, found in sorted(different.items()):
+                print(f"malformed: call {number}: " + " | ".join(map(str, found))[:600], flush=True)
+            share = 1 - len(different) / max(1, len(compared))
             row.detail += (
                 f", outcome as native's in {share:.2%} of {len(compared)} that native has; "
                 f"native: {len(native.deaths)} deaths"

@@ -7,13 +7,27 @@
 namespace warpwright {
 namespace {
 
-template <class Acc>
+// The numbers of elements, for DropoutOp.
+struct WholeNumbers {
+  static constexpr bool keeps_groups = true;
+
+  __device__ __forceinline__ int64_t number(int64_t i) const { return i; }
+};
+struct ShardNumbers : DropoutPlace {
+  bool keeps_groups;
+
+  explicit ShardNumbers(const DropoutPlace& place)
+      : DropoutPlace(place), keeps_groups(place.keeps_groups()) {}
+};
+
+template <class Acc, class Numbers>
 struct DropoutOp {
   static constexpr int kInputs = 1;
   PhiloxSource source;
   uint32_t threshold;
   Acc scale;
   int64_t* state;  // receives seed and offset; null: not wanted
+  Numbers numbers;
 
   __device__ __forceinline__ DropoutStream stream() const {
     if (!source.captured) return {source.seed, source.offset, threshold};
@@ -33,9 +47,10 @@ struct DropoutOp {
     if (state != nullptr && first == 0) write_state();
     const DropoutStream random = stream();
     Vec<Acc, kSize> x = widen(in[0]);
-    if (first % kSize == 0) {
-      Random4 words = random.draw(static_cast<uint64_t>(first) / kDropoutGroup);
-      const int at = static_cast<int>(first % kDropoutGroup);
+    const int64_t number = numbers.number(first);
+    if (numbers.keeps_groups && number % kSize == 0) {
+      Random4 words = random.draw(static_cast<uint64_t>(number) / kDropoutGroup);
+      const int at = static_cast<int>(number % kDropoutGroup);
       if constexpr (kSize == 1) {
         x[0] *= keeps_at(random, words, at) ? scale : Acc(0);
       } else {
@@ -48,10 +63,10 @@ struct DropoutOp {
 #pragma unroll
         for (int j = 0; j < kSize; ++j) x[j] *= random.keeps(words, j) ? scale : Acc(0);
       }
-    } else {  // a vector that two draws decide, as addresses off 16 bytes have them
+    } else {  // a vector that several draws decide, as addresses off 16 bytes have them
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        const auto i = static_cast<uint64_t>(first + j);
+        const auto i = static_cast<uint64_t>(numbers.number(first + j));
         const Random4 words = random.draw(i / kDropoutGroup);
         x[j] *= keeps_at(random, words, static_cast<int>(i % kDropoutGroup)) ? scale : Acc(0);
       }
@@ -71,13 +86,14 @@ struct DropoutOp {
   }
 };
 
-void launch_from(const DropoutParams& p, const ElementwisePlan& plan, const PhiloxSource& source,
-                 int64_t* state, cudaStream_t stream) {
-  if (p.numel == 0) return;
+template <class Numbers>
+void launch_numbered(const DropoutParams& p, const ElementwisePlan& plan,
+                     const PhiloxSource& source, int64_t* state, const Numbers& numbers,
+                     cudaStream_t stream) {
   for_dtype(p.dtype, [&]<class T>() {
-    using Op = DropoutOp<Accum<T>>;
+    using Op = DropoutOp<Accum<T>, Numbers>;
     const Op op{source, dropout_threshold(p.p), static_cast<Accum<T>>(dropout_keep_scale(p.p)),
-                state};
+                state, numbers};
     for_elementwise<T>(plan, p.numel, [&]<int kSize>(unsigned blocks) {
       launch(
           elementwise_kernel<T, kSize, Op>, dim3(blocks), dim3(kElementwiseThreads), 0, stream, op,
@@ -85,6 +101,15 @@ void launch_from(const DropoutParams& p, const ElementwisePlan& plan, const Phil
           ElementwiseOperands<T, 1>{static_cast<T*>(p.output), {static_cast<const T*>(p.input)}});
     });
   });
+}
+
+void launch_from(const DropoutParams& p, const ElementwisePlan& plan, const PhiloxSource& source,
+                 int64_t* state, cudaStream_t stream) {
+  if (p.numel == 0) return;
+  if (p.place.is_whole()) {
+    return launch_numbered(p, plan, source, state, WholeNumbers{}, stream);
+  }
+  launch_numbered(p, plan, source, state, ShardNumbers(p.place), stream);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ namespace warpwright {
 
 constexpr int kDropoutGroup = 8;  // elements that one draw decides
 
-// Element i is decided by half i % 8 of the draw with number i / 8.
+// Element number i is decided by half i % 8 of the draw with number i / 8.
 struct DropoutStream {
   uint32_t key0, key1, offset;
   uint32_t threshold;
@@ -41,6 +41,36 @@ struct DropoutStream {
   }
 };
 
+// The numbers of a tensor's elements in a larger one, of which it is a shard. A level is a
+// dimension that the shard does not have in one piece, from the outermost.
+struct DropoutPlace {
+  static constexpr int kMaxLevels = 4;
+  int64_t first = 0;  // of element 0
+  int levels = 0;
+  int64_t run[kMaxLevels] = {};    // elements of the shard per step of the level
+  int64_t pitch[kMaxLevels] = {};  // of the larger tensor
+
+  WARPWRIGHT_HOST_DEVICE int64_t number(int64_t i) const {
+    int64_t result = first;
+    for (int level = 0; level < levels; ++level) {
+      result += i / run[level] * pitch[level];
+      i %= run[level];
+    }
+    return result + i;
+  }
+
+  bool is_whole() const { return first == 0 && levels == 0; }
+
+  // Whether the elements of a draw stay side by side wherever the numbers jump.
+  bool keeps_groups() const {
+    bool keeps = levels == 0 || first % kDropoutGroup == 0;
+    for (int level = 0; level < levels; ++level) {
+      keeps &= run[level] % kDropoutGroup == 0 && pitch[level] % kDropoutGroup == 0;
+    }
+    return keeps;
+  }
+};
+
 struct DropoutParams {
   DType dtype;
   int64_t numel;
@@ -49,6 +79,7 @@ struct DropoutParams {
   void* output;       // (numel)
   int64_t* state;     // (2): seed and offset. The CPU and the backward read it, a GPU's forward
                       // writes it.
+  DropoutPlace place;
 };
 
 inline ElementwisePlan choose_dropout(const DropoutParams& p) {

@@ -117,6 +117,22 @@ Scaled<T> scaled_by(const DropoutParams& p) {
           static_cast<CpuCompute<T>>(dropout_keep_scale(p.p))};
 }
 
+// Elements [begin, end) of a shard: in runs, whose numbers lie side by side.
+template <class T>
+void drop_in_runs(const DropoutParams& p, const Decisions& decisions, const Scaled<T>& scaled,
+                  int64_t begin, int64_t end) {
+  const DropoutPlace& place = p.place;
+  const int64_t run = place.levels > 0 ? place.run[place.levels - 1] : p.numel;
+  uint8_t buffer[3 * kBatch];
+  uint8_t* const kept = buffer + kBatch;
+  for (int64_t first = begin; first < end;) {
+    const int64_t count = std::min({kBatch, end - first, run - first % run});
+    decisions.run(place.number(first), count, kept);
+    scaled.run(first, count, kept);
+    first += count;
+  }
+}
+
 // ---- channels_last ----
 
 constexpr int64_t kTileBytes = 65536, kTilePositions = 2048;
@@ -160,6 +176,9 @@ void dropout_loops(const DropoutParams& p) {
     const int64_t batches = ceil_div(p.numel, kBatch);
     at::parallel_for(0, batches, kCpuGrain / kBatch, [&](int64_t begin, int64_t end) {
       const Scaled<T> scaled = scaled_by<T>(p);
+      if (!p.place.is_whole()) {
+        return drop_in_runs(p, decisions, scaled, begin * kBatch, std::min(end * kBatch, p.numel));
+      }
       uint8_t kept[kBatch];
       for (int64_t first = begin * kBatch; first < end * kBatch; first += kBatch) {
         decisions.batch(first, kept);

@@ -4,8 +4,10 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "ops/dropout/dropout_channels_last.h"
 #include "torch/autograd.h"
@@ -20,22 +22,45 @@
 namespace warpwright {
 namespace {
 
+using at::IntArrayRef;
 using TensorPair = std::tuple<Tensor, Tensor>;
+// The first number of a shard, then run and pitch of each level (DropoutPlace); empty: no shard.
+using Place = std::vector<int64_t>;
 
 namespace call {
 
-TensorPair dropout(const Tensor& input, double p) {
-  static const auto op = find_op<TensorPair(const Tensor&, double)>("warpwright::dropout");
-  return op.call(input, p);
+TensorPair dropout(const Tensor& input, double p, IntArrayRef place) {
+  static const auto op =
+      find_op<TensorPair(const Tensor&, double, IntArrayRef)>("warpwright::dropout");
+  return op.call(input, p, place);
 }
 
-Tensor dropout_backward(const Tensor& grad_output, const Tensor& philox_state, double p) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, double)>("warpwright::dropout_backward");
-  return op.call(grad_output, philox_state, p);
+Tensor dropout_backward(const Tensor& grad_output, const Tensor& philox_state, double p,
+                        IntArrayRef place) {
+  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, double, IntArrayRef)>(
+      "warpwright::dropout_backward");
+  return op.call(grad_output, philox_state, p, place);
 }
 
 }  // namespace call
+
+DropoutPlace place_of(IntArrayRef numbers, const char* op) {
+  DropoutPlace place;
+  if (numbers.empty()) return place;
+  const size_t levels = (numbers.size() - 1) / 2;
+  bool fits = numbers.size() % 2 == 1 && levels <= DropoutPlace::kMaxLevels;
+  fits = fits && std::ranges::all_of(numbers, [](int64_t n) { return n >= 0; });
+  for (size_t level = 0; fits && level < levels; ++level) {
+    place.run[level] = numbers[1 + 2 * level];
+    place.pitch[level] = numbers[2 + 2 * level];
+    fits = place.run[level] > 0;
+  }
+  TORCH_CHECK_VALUE(fits, op, ": place: expected the first number and up to ",
+                    DropoutPlace::kMaxLevels, " pairs of run and pitch, got ", numbers);
+  place.first = numbers[0];
+  place.levels = static_cast<int>(levels);
+  return place;
+}
 
 // ---- output shape and checks ----
 
@@ -64,14 +89,15 @@ Tensor empty_state(const Tensor& input) { return at::empty({2}, input.options().
 
 // Runs on row-major memory. The result keeps the order of a dense input, as native's does.
 template <class Run>
-Tensor in_row_major(const Tensor& input, const Tensor& state, double p, Run&& run) {
+Tensor in_row_major(const Tensor& input, const Tensor& state, double p, const DropoutPlace& place,
+                    Run&& run) {
   Tensor output = at::empty_like(input);
   if (input.numel() == 0) return output;
   const bool direct = output.is_contiguous();
   const Tensor source = input.contiguous();
   const Tensor target = direct ? output : at::empty_like(output, at::MemoryFormat::Contiguous);
   run(DropoutParams{dtype_of(input), input.numel(), p, source.const_data_ptr(),
-                    target.mutable_data_ptr(), state.mutable_data_ptr<int64_t>()});
+                    target.mutable_data_ptr(), state.mutable_data_ptr<int64_t>(), place});
   return direct ? output : output.copy_(target);
 }
 
@@ -84,10 +110,10 @@ std::optional<ChannelsLast> channels_last_of(const Tensor& t) {
   return ChannelsLast{t.size(0), t.size(1), t.numel() / (t.size(0) * t.size(1))};
 }
 
-Tensor run_cpu(const Tensor& input, const Tensor& state, double p) {
-  const auto layout =
-      input.numel() == 0 || input.is_contiguous() ? std::nullopt : channels_last_of(input);
-  if (!layout) return in_row_major(input, state, p, dropout_cpu);
+Tensor run_cpu(const Tensor& input, const Tensor& state, double p, const DropoutPlace& place) {
+  const bool row_major = input.numel() == 0 || input.is_contiguous() || !place.is_whole();
+  const auto layout = row_major ? std::nullopt : channels_last_of(input);
+  if (!layout) return in_row_major(input, state, p, place, dropout_cpu);
   Tensor output = at::empty_like(input);
   dropout_channels_last_cpu({dtype_of(input), input.numel(), p, input.const_data_ptr(),
                              output.mutable_data_ptr(), state.mutable_data_ptr<int64_t>()},
@@ -95,41 +121,44 @@ Tensor run_cpu(const Tensor& input, const Tensor& state, double p) {
   return output;
 }
 
-TensorPair dropout_cpu_kernel(const Tensor& input, double p) {
+TensorPair dropout_cpu_kernel(const Tensor& input, double p, IntArrayRef numbers) {
   check_input(input, p, "dropout", "input");
   check_has_storage(input, "dropout: input");
+  const DropoutPlace place = place_of(numbers, "dropout");
   const Tensor state = empty_state(input);
   draw_cpu_state(state);
-  return {run_cpu(input, state, p), state};
+  return {run_cpu(input, state, p, place), state};
 }
 
-Tensor dropout_backward_cpu_kernel(const Tensor& grad_output, const Tensor& philox_state,
-                                   double p) {
+Tensor dropout_backward_cpu_kernel(const Tensor& grad_output, const Tensor& philox_state, double p,
+                                   IntArrayRef numbers) {
   check_backward_kernel(grad_output, philox_state, p);
-  return run_cpu(grad_output, philox_state, p);
+  return run_cpu(grad_output, philox_state, p, place_of(numbers, "dropout_backward"));
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-TensorPair dropout_cuda_kernel(const Tensor& input, double p) {
+TensorPair dropout_cuda_kernel(const Tensor& input, double p, IntArrayRef numbers) {
   const CudaCall call(input);
   check_input(input, p, "dropout", "input");
   check_has_storage(input, "dropout: input");
+  const DropoutPlace place = place_of(numbers, "dropout");
   // Without an element no kernel writes the state, and nothing reads it but its owner.
   const Tensor state =
       input.numel() == 0 ? at::zeros({2}, input.options().dtype(at::kLong)) : empty_state(input);
   const PhiloxSource source = next_cuda_source();
-  return {in_row_major(input, state, p,
+  return {in_row_major(input, state, p, place,
                        [&](const DropoutParams& params) {
                          launch_dropout(params, choose_dropout(params), source, call.stream);
                        }),
           state};
 }
 
-Tensor dropout_backward_cuda_kernel(const Tensor& grad_output, const Tensor& philox_state,
-                                    double p) {
+Tensor dropout_backward_cuda_kernel(const Tensor& grad_output, const Tensor& philox_state, double p,
+                                    IntArrayRef numbers) {
   const CudaCall call(grad_output);
   check_backward_kernel(grad_output, philox_state, p);
-  return in_row_major(grad_output, philox_state, p, [&](const DropoutParams& params) {
+  const DropoutPlace place = place_of(numbers, "dropout_backward");
+  return in_row_major(grad_output, philox_state, p, place, [&](const DropoutParams& params) {
     launch_dropout_backward(params, choose_dropout(params), call.stream);
   });
 }
@@ -137,13 +166,16 @@ Tensor dropout_backward_cuda_kernel(const Tensor& grad_output, const Tensor& phi
 
 // ---- Meta ----
 
-TensorPair dropout_meta(const Tensor& input, double p) {
+TensorPair dropout_meta(const Tensor& input, double p, IntArrayRef numbers) {
   check_input(input, p, "dropout", "input");
+  place_of(numbers, "dropout");
   return {at::empty_like(input), empty_state(input)};
 }
 
-Tensor dropout_backward_meta(const Tensor& grad_output, const Tensor& philox_state, double p) {
+Tensor dropout_backward_meta(const Tensor& grad_output, const Tensor& philox_state, double p,
+                             IntArrayRef numbers) {
   check_backward(grad_output, philox_state, p);
+  place_of(numbers, "dropout_backward");
   return at::empty_like(grad_output);
 }
 
@@ -154,46 +186,52 @@ struct DropoutBackward {  // saved: philox_state
   static constexpr const char* kName = "WarpwrightDropoutBackward";
   struct Attributes {
     double p;
+    Place place;
   };
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    return {needs[0] ? call::dropout_backward(grads[0], saved[0], a.p) : Tensor()};
+    return {needs[0] ? call::dropout_backward(grads[0], saved[0], a.p, a.place) : Tensor()};
   }
 };
 
 // The derivatives of `output`, which is `input` times the factors of `state`.
 template <class Node>
 void differentiate(const Node& node, const Tensor& input, const Tensor& output, const Tensor& state,
-                   double p) {
+                   double p, IntArrayRef place) {
   if (node) {
     node->save(state);
     set_history(output, node);
   }
-  if (has_tangent(input)) set_tangent(output, call::dropout_backward(tangent(input), state, p));
+  if (has_tangent(input)) {
+    set_tangent(output, call::dropout_backward(tangent(input), state, p, place));
+  }
 }
 
-TensorPair dropout_autograd(const Tensor& input, double p) {
-  auto node = make_node<DropoutBackward>({p}, input);
-  TensorPair results = below_autograd([&] { return call::dropout(input, p); });
-  differentiate(node, input, std::get<0>(results), std::get<1>(results), p);
+TensorPair dropout_autograd(const Tensor& input, double p, IntArrayRef place) {
+  auto node = make_node<DropoutBackward>({p, place.vec()}, input);
+  TensorPair results = below_autograd([&] { return call::dropout(input, p, place); });
+  differentiate(node, input, std::get<0>(results), std::get<1>(results), p, place);
   return results;
 }
 
-Tensor dropout_backward_autograd(const Tensor& grad_output, const Tensor& philox_state, double p) {
-  auto node = make_node<DropoutBackward>({p}, grad_output);
+Tensor dropout_backward_autograd(const Tensor& grad_output, const Tensor& philox_state, double p,
+                                 IntArrayRef place) {
+  auto node = make_node<DropoutBackward>({p, place.vec()}, grad_output);
   Tensor grad_input =
-      below_autograd([&] { return call::dropout_backward(grad_output, philox_state, p); });
-  differentiate(node, grad_output, grad_input, philox_state, p);
+      below_autograd([&] { return call::dropout_backward(grad_output, philox_state, p, place); });
+  differentiate(node, grad_output, grad_input, philox_state, p, place);
   return grad_input;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
-  m.def("dropout(Tensor input, float p) -> (Tensor output, Tensor philox_state)",
+  m.def("dropout(Tensor input, float p, int[] place=[]) -> (Tensor output, Tensor philox_state)",
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-  m.def("dropout_backward(Tensor grad_output, Tensor philox_state, float p) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "dropout_backward(Tensor grad_output, Tensor philox_state, float p, int[] place=[]) -> "
+      "Tensor",
+      {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(warpwright, CPU, m) {

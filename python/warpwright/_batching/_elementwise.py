@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,26 +23,29 @@ def activation_backward(
     return ops.activation_backward(*operands, activation), 0
 
 
-def dropout(info: Any, dims: Dims, input: Tensor, p: float) -> tuple[Any, Any]:
+def dropout(
+    info: Any, dims: Dims, input: Tensor, p: float, place: Sequence[int] = ()
+) -> tuple[Any, Any]:
     """A state of the generator per sample, or one for all, which the backward tells apart."""
     check_randomness(info.randomness)
     if info.randomness == "different":
-        return one_by_one(ops.dropout, info.batch_size, dims, (input, p))
+        return one_by_one(ops.dropout, info.batch_size, dims, (input, p, place))
     x = input.movedim(dims[0], 0)  # type: ignore[arg-type]
-    _, state = ops.dropout(x[0], p)
-    return results((_same_dropout(x, state, p), 0), (state, None))
+    _, state = ops.dropout(x[0], p, place)
+    return results((_same_dropout(x, state, p, place), 0), (state, None))
 
 
 def dropout_backward(
-    info: Any, dims: Dims, grad: Tensor, philox_state: Tensor, p: float
+    info: Any, dims: Dims, grad: Tensor, philox_state: Tensor, p: float, place: Sequence[int] = ()
 ) -> tuple[Tensor, int]:
     if dims[1] is not None:
-        return one_by_one(ops.dropout_backward, info.batch_size, dims, (grad, philox_state, p))  # type: ignore[return-value]
-    return _same_dropout(grad.movedim(dims[0], 0), philox_state, p), 0  # type: ignore[arg-type]
+        arguments = (grad, philox_state, p, place)
+        return one_by_one(ops.dropout_backward, info.batch_size, dims, arguments)  # type: ignore[return-value]
+    return _same_dropout(grad.movedim(dims[0], 0), philox_state, p, place), 0  # type: ignore[arg-type]
 
 
-def _same_dropout(x: Tensor, state: Tensor, p: float) -> Tensor:
-    factors = ops.dropout_backward(torch.ones_like(x[0]), state, p)
+def _same_dropout(x: Tensor, state: Tensor, p: float, place: Sequence[int]) -> Tensor:
+    factors = ops.dropout_backward(torch.ones_like(x[0]), state, p, place)
     return x * factors
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._random import drawing
+from ._random import numbered
 from ._table import R, Row, Rule, S, picked
 
 POOL_ADVICE = "Pooling is computed over N and channels, not over H and W."
@@ -46,11 +46,11 @@ def gated_activation_backward(
     return [(picked(wanted, *results), operands) for results, operands in rows]
 
 
-def dropout(x: Any, p: float) -> list[Row]:
+def dropout(x: Any, p: float, place: Sequence[int] = ()) -> list[Row]:
     return [([out, R], operands) for (out,), operands in alike(1, 1)(x)]
 
 
-def dropout_backward(dy: Any, philox: Any, p: float) -> list[Row]:
+def dropout_backward(dy: Any, philox: Any, p: float, place: Sequence[int] = ()) -> list[Row]:
     return [(results, [*operands, R]) for results, operands in alike(1, 1)(dy)]
 
 
@@ -87,4 +87,4 @@ RULES = {
     "global_avg_pool2d": _pool(1, 1, "input"),
     "global_avg_pool2d_backward": Rule(alike(1, 1, window_dims=2), advice=POOL_ADVICE),
 }
-HANDLERS = {"dropout": drawing(probability_at=1)}
+HANDLERS = {"dropout": numbered, "dropout_backward": numbered}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,6 +62,26 @@ def whole(part: Tensor, mesh: DeviceMesh, placements: Placements, like: Any = No
 def extent(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) -> tuple[Any, Any]:
     """(sizes, offsets) of this rank's part."""
     return compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+
+
+def place_in_whole(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) -> list[int]:
+    """The numbers of this rank's elements in the whole tensor, as the operator dropout takes them.
+
+    The first number; then, from the outermost dimension that is not in one piece, how many elements a
+    step along it passes in the part and in the whole.
+    """
+    sizes, offsets = extent(shape, mesh, placements)
+    if 0 in sizes:
+        return []
+    first, levels = 0, []
+    run = pitch = 1
+    for size, offset, whole in zip(*map(reversed, (sizes, offsets, shape)), strict=True):
+        first += offset * pitch
+        inner = levels[0] if levels else (1, 1)
+        if size > 1 and run * inner[1] != pitch * inner[0]:  # it does not continue the inner one
+            levels.insert(0, (run, pitch))
+        run, pitch = run * size, pitch * whole
+    return [first, *chain.from_iterable(levels)] if first or levels else []
 
 
 def shard_of(spec: DTensorSpec) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Operators that draw random numbers: another stream per shard, the same for replicas."""
+"""Operators that draw random numbers: by an element's number in the whole tensor, or per shard."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..._ops import ops
 from . import _local
 
 
@@ -29,6 +30,20 @@ def drawing(probability_at: int) -> Callable[..., Any]:
         return dispatcher.wrap(results, sharding.output_spec)
 
     return handler
+
+
+def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A handler for dropout and its backward: every shard has its part of the whole tensor's mask.
+
+    All generators are in the same state, before and after. So the mask depends on no placement, and the
+    gradient may come in another one than the output had.
+    """
+    info, sharding = _arranged(op, args, kwargs)
+    specs = sharding.output_spec
+    spec = specs[0] if isinstance(specs, (tuple, list)) else specs
+    place = _local.place_in_whole(spec.shape, spec.mesh, spec.placements)
+    operands = info.local_args[: 2 if op.overloadpacket is ops.dropout else 3]
+    return DTensor._op_dispatcher.wrap(op(*operands, place), specs)
 
 
 def _arranged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
