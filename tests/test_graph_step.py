@@ -42,6 +42,37 @@ def test_cpu_runs_the_plain_loop(optimizer, accumulate):
     assert not losses.requires_grad
 
 
+def test_batches_are_counted(device):
+    """Of a layer that runs twice, of one with plain averages, and of one that tracks nothing."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.once, self.twice = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+            self.average = nn.BatchNorm1d(8, momentum=None)
+            self.nothing = nn.BatchNorm1d(8, track_running_stats=False)
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x):
+            x = self.twice(self.twice(self.once(x)).relu())
+            return self.last(self.nothing(self.average(x)))
+
+    torch.manual_seed(0)
+    plain = Twice().to(device)
+    warpwright.swap(plain, fuse=True)
+    stepped = copy.deepcopy(plain)
+    data = batches(3, device)
+    optimizer = torch.optim.SGD(stepped.parameters(), lr=0.1, fused=device == "cuda")
+    step = quiet(stepped, F.cross_entropy, optimizer, data[0])
+    for x, y in data:
+        plain(x)
+        step(x, y)
+    for model in (plain, stepped):
+        assert int(model.once.num_batches_tracked) == 3
+        assert int(model.twice.num_batches_tracked) == 6
+        assert int(model.average.num_batches_tracked) == 3
+
+
 def test_cpu_scaler_and_scheduler():
     ours, native = net(CPU), net(CPU)
     data = batches(5, CPU)

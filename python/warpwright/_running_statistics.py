@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +13,28 @@ from torch import Tensor, nn
 
 from . import functional as F
 from .functional._conv_norm import takes_statistics, writes_maxima_alone
+
+_noted = threading.local()
+
+
+@contextmanager
+def batches_counted_together() -> Iterator[None]:
+    """Counts the batches of the layers that run inside at the end: one kernel in place of many."""
+    _noted.counters = counters = Counter[Tensor]()
+    try:
+        yield
+    finally:
+        del _noted.counters
+        for count in set(counters.values()):
+            torch._foreach_add_([c for c, seen in counters.items() if seen == count], count)
+
+
+def _count_batch(counter: Tensor) -> None:
+    together = None if torch.compiler.is_compiling() else getattr(_noted, "counters", None)
+    if together is None:
+        counter.add_(1)
+    else:
+        together[counter] += 1
 
 
 class RunningStatistics(nn.modules.batchnorm._BatchNorm):
@@ -38,8 +63,8 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(tensors[0])
         tracks = self.training and self.track_running_stats
         counter = self.num_batches_tracked if tracks else None
-        if counter is not None:
-            counter.add_(1)
+        if counter is not None and self.momentum is not None:
+            _count_batch(counter)
         # Running statistics count only where they are updated or used to normalise.
         use_running = not self.training or self.track_running_stats
         running_mean = self.running_mean if use_running else None
@@ -77,6 +102,7 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
         buffers, which then enter the averages.
         """
         assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
         running = [r for r in (self.running_mean, self.running_var) if r is not None]
         batch = [torch.zeros_like(r) for r in running]
         scratch = iter(batch)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from .._running_statistics import batches_counted_together
 from ..optim._shards import local
 from .state import changed_tensors
 
@@ -56,7 +57,7 @@ class Body:
             self._clear_gradients()
         else:
             self._point_to_sums()
-        with self._exchange(phase):
+        with self._exchange(phase), batches_counted_together():
             result = self._gradients(*batch)
         if phase.last:
             self._update()

@@ -73,8 +73,8 @@ def place_in_whole(shape: Sequence[int], mesh: DeviceMesh, placements: Placement
     sizes, offsets = extent(shape, mesh, placements)
     if 0 in sizes:
         return []
-    first, levels = 0, []
-    run = pitch = 1
+    levels: list[tuple[int, int]] = []
+    first, run, pitch = 0, 1, 1
     for size, offset, whole in zip(*map(reversed, (sizes, offsets, shape)), strict=True):
         first += offset * pitch
         inner = levels[0] if levels else (1, 1)
