@@ -8,9 +8,8 @@ import sys
 import pytest
 import torch
 import torch._inductor.metrics as metrics
-from functorch.compile import make_boxed_func
+from programs import compiled, compiled_with_casts
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import warpwright
@@ -142,20 +141,14 @@ def test_gradients_of_float32_weights_need_no_casts(device, name, monkeypatch):
     )
     sizes = [(4, 9), (9, 9), (9,), (9, 9)][: 4 if name == "mlp" else 3]
     leaves = [torch.randn(*size, device=device, requires_grad=True) for size in sizes]
-    casts = []
-
-    def compiler(graph, inputs):
-        casts.append([n for n in graph.graph.nodes if n.target is torch.ops.aten._to_copy.default])
-        return make_boxed_func(graph.forward)
 
     def run(*args):
         with torch.autocast(device, torch.bfloat16):
             return getattr(F, name)(*args)
 
-    torch.compiler.reset()
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    in_one_graph, casts = compiled_with_casts(run)
     results = []
-    for call in (torch.compile(run, backend=backend, fullgraph=True), run):
+    for call in (in_one_graph, run):
         output = call(*leaves)
         results.append((output, *torch.autograd.grad(output.sum(), leaves)))
     # The eager nodes round less: on a GPU the input's gradient not at all; on a CPU mlp's sums the first
@@ -213,15 +206,12 @@ def ahead_of_time_ops(function, *args):
     """Names of our ops in the graphs, forward and backward, that Inductor would get."""
     names = set()
 
-    def compiler(graph, inputs):
-        text = " ".join(f"{node.target} {node.args}" for node in graph.graph.nodes)
+    def look(nodes):
+        text = " ".join(f"{node.target} {node.args}" for node in nodes)
         names.update(re.findall(r"warpwright\.(\w+)", text))
-        return make_boxed_func(graph.forward)
 
-    torch.compiler.reset()
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
     results = []
-    for run in (torch.compile(function, backend=backend, fullgraph=True), function):
+    for run in (compiled(function, look), function):
         output = run(*args)
         leaves = [arg for arg in args if output.requires_grad and arg.requires_grad]
         results.append((output, torch.autograd.grad(output.sum(), leaves) if leaves else ()))

@@ -4,10 +4,14 @@ from collections import Counter
 
 import pytest
 import torch
-from common import opcheck, small_resnet, subsets
-from functorch.compile import make_boxed_func
+from common import (
+    assert_trains_with_a_grad_scaler,
+    opcheck,
+    small_resnet,
+    subsets,
+)
+from programs import compiled_with_casts
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import warpwright
@@ -335,21 +339,13 @@ def test_compiled_backward_has_no_casts_of_weights(device, activation):
     leaves, window = operands("3x3", device, "nhwc")
     x = leaves[0].detach().bfloat16().requires_grad_()
     given = (x, *leaves[1:])
-    casts = []
-
-    def compiler(graph, inputs):
-        casts.append([n for n in graph.graph.nodes if n.target is torch.ops.aten._to_copy.default])
-        return make_boxed_func(graph.forward)
 
     def run(*args):
         with torch.autocast(device, torch.bfloat16):
             return convolved(*args, window, activation)
 
-    torch.compiler.reset()
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
-    results = []
-    for call in (torch.compile(run, backend=backend, fullgraph=True), run):
-        results.append(gradients(call(*given), given))
+    in_one_graph, casts = compiled_with_casts(run)
+    results = [gradients(call(*given), given) for call in (in_one_graph, run)]
     assert_same(*results)
     forward, backward = casts
     assert len(forward) == 2  # the weight and the bias
@@ -397,20 +393,8 @@ def test_grad_scaler(device):
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
     ).to(device)
     warpwright.swap(net, fuse=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
     x = torch.randn(4, 3, 8, 8, device=device)
-    losses = []
-    for _ in range(4):
-        with torch.autocast(device, torch.float16):
-            loss = net(x).float().square().mean()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True)
-    assert scaler.get_scale() == 1024.0
+    assert_trains_with_a_grad_scaler(net, x)
 
 
 # ---- the raw operators ----
