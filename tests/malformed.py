@@ -408,6 +408,13 @@ BEYOND_MEMORY = {
 }
 
 
+# Native's message, where a library under it or a kernel fails on a call that is right.
+ENGINES = {
+    "CUDNN_BACKEND|Expected mha_graph": "cuDNN has no engine for the call",
+    "doesn't match the broadcast shape": "native's logsumexp without dims fails on a GPU",
+}
+
+
 # Native's exception, where its own Python code fails on the way to a check of arguments.
 STUMBLES = {
     "AssertionError": "an assertion in torch's code for meta tensors; other devices raise IndexError",
@@ -421,7 +428,10 @@ def reason(ours, native, faults=1):
         return STUMBLES[native[0]]
     if faults > 1 and "ok" not in (ours[0], native[0]):
         return "two faults: each side names the one that it meets first"
-    if "invalid name" in native[1].lower() or "got: name" in native[1]:
+    if ours[0] == "ok":
+        found = (why for text, why in ENGINES.items() if re.search(text, native[1]))
+        return next(found, None)
+    if re.search("invalid name|got: name|name '.*' not found", native[1], re.IGNORECASE):
         return "named dimensions, which torch's reductions and scans take"
     if native[0] == "ok" or re.search("data is not allocated", ours[1]):
         return next((why for text, why in BEYOND_MEMORY.items() if re.search(text, ours[1])), None)

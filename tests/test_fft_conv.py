@@ -319,6 +319,8 @@ def test_errors(device):
         F.fft_conv1d(x[0, 0], w)
     with pytest.raises(RuntimeError, match=r"fft_conv1d: weight: expected Float, got Double"):
         F.fft_conv1d(x, w.double())
+    with pytest.raises(RuntimeError, match=r"fft_conv1d: weight: expected Int, got Float"):
+        F.fft_conv1d(x.int(), w)
     with pytest.raises(NotImplementedError, match=r"fft_conv1d: input: expected float32"):
         F.fft_conv1d(x.int(), w.int())
     with pytest.raises(RuntimeError, match=r"bias: expected shape \[4\]"):

@@ -40,32 +40,6 @@ __global__ void __launch_bounds__(kReduceThreads)
   row_sums.add_up(int64_t{blockIdx.x} * kReduceThreads + threadIdx.x);
 }
 
-// Adds the parts of kVec columns in order. `pitch`: elements from one part to the next. A round of
-// loads is under way before the first is added: a small output has too few threads to hide them.
-template <int kVec, class Acc>
-__device__ __forceinline__ void add_parts(const Acc* part, int splits, int64_t pitch,
-                                          Acc (&sum)[kVec]) {
-  constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
-  constexpr int kLoads = kVec / kRead, kRound = 16 / kLoads;
-  for (int first = 0; first < splits; first += kRound) {
-    Vec<Acc, kRead> loaded[kRound][kLoads];
-#pragma unroll
-    for (int i = 0; i < kRound; ++i) {
-#pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
-        loaded[i][j] = {};
-        if (first + i >= splits) continue;
-        loaded[i][j] = load_vec<kRead>(part + (first + i) * pitch + j * kRead);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kRound; ++i) {
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) sum[e] += loaded[i][e / kRead].data[e % kRead];
-    }
-  }
-}
-
 // parts: (splits, rows, cols), row-major, 16-byte aligned. Sums splits 0, 1, 2, ... in order, so
 // that the result does not depend on which CTA came first. Grid: one thread per Output::kVec
 // columns of a row of D, in d_blocks blocks; if there are row sums, then one thread per row.
@@ -74,6 +48,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     split_k_reduce_kernel(const Acc* parts, int splits, int64_t rows, int64_t cols, Output output,
                           unsigned d_blocks, RowSumParts<Acc, T> row_sums) {
   constexpr int kVec = Output::kVec;
+  constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
   wait_for_previous_kernel();
   let_next_kernel_start();  // an independent one
   if (blockIdx.x >= d_blocks) {
@@ -88,7 +63,15 @@ __global__ void __launch_bounds__(kReduceThreads)
   const Acc* part = parts + row * cols + col;
   Acc sum[kVec] = {};
   if (cols % kVec == 0) {
-    add_parts<kVec>(part, splits, rows * cols, sum);
+#pragma unroll 4
+    for (int split = 0; split < splits; ++split) {
+#pragma unroll
+      for (int i = 0; i < kVec; i += kRead) {
+        const auto v = load_vec<kRead>(part + split * rows * cols + i);
+#pragma unroll
+        for (int e = 0; e < kRead; ++e) sum[i + e] += v.data[e];
+      }
+    }
   } else {
     for (int split = 0; split < splits; ++split) {
 #pragma unroll

@@ -54,8 +54,10 @@ def run(options: Options) -> list[Row]:
             native = run_shards(replace(campaign, native=True))
             compared = [n for n in ours.results if native.results.get(n, ("none",))[0] != "none"]
             different = unexplained(ours, native)
-            for number, found in sorted(different.items()):
-                print(f"malformed: call {number}: " + " | ".join(map(str, found))[:600], flush=True)
+            for number, (call, mine, natives, *_) in sorted(different.items()):
+                print(
+                    f"malformed: call {number}: ours {mine}, native {natives}: {call}", flush=True
+                )
             share = 1 - len(different) / max(1, len(compared))
             row.detail += (
                 f", outcome as native's in {share:.2%} of {len(compared)} that native has; "

@@ -12,12 +12,12 @@ void check_operands(const Tensor& first, const Tensor& second, const FftConvGeom
               first.sym_sizes());
   TORCH_CHECK(second.dim() == first.dim(), "fft_conv: second: expected ", first.dim(),
               " dimensions, as first has, got shape ", second.sym_sizes());
+  TORCH_CHECK(second.scalar_type() == first.scalar_type(), "fft_conv: second: expected ",
+              first.scalar_type(), ", got ", second.scalar_type());
   TORCH_CHECK_NOT_IMPLEMENTED(is_floating(first.scalar_type()),
                               "fft_conv: first: expected float32, float64, bfloat16 or float16, "
                               "got ",
                               first.scalar_type());
-  TORCH_CHECK(second.scalar_type() == first.scalar_type(), "fft_conv: second: expected ",
-              first.scalar_type(), ", got ", second.scalar_type());
   check_same_device(second, first, "fft_conv: second");
   const auto dims = static_cast<size_t>(first.dim() - 2);
   TORCH_CHECK(g.padding.size() == 2 * dims, "fft_conv: padding: expected ", 2 * dims,
