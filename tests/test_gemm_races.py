@@ -85,6 +85,34 @@ RACE_H100 = [
 ]
 
 
+# TF32 gradients of linear on an H200: rows, inputs and outputs of the layer, and us of the portable
+# and of the sm_90a kernel that the path chose.
+RACE_TF32_GRADIENTS = [
+    (GRAD_INPUT, 64, 3136, 128, 4.84, 3.44),
+    (GRAD_INPUT, 128, 3136, 128, 5.26, 4.01),
+    (GRAD_INPUT, 512, 3136, 128, 9.47, 5.65),
+    (GRAD_INPUT, 1024, 3136, 128, 13.33, 7.21),
+    (GRAD_INPUT, 2048, 3136, 128, 25.04, 11.84),
+    (GRAD_INPUT, 512, 512, 512, 9.28, 6.19),
+    (GRAD_INPUT, 256, 1024, 1024, 11.33, 8.64),
+    (GRAD_INPUT, 1024, 1024, 1024, 23.18, 9.94),
+    (GRAD_WEIGHT, 256, 1024, 1024, 9.16, 8.59),
+    (GRAD_WEIGHT, 1024, 3136, 128, 17.28, 13.06),
+    (GRAD_WEIGHT, 2048, 3136, 128, 31.31, 17.62),
+    (GRAD_WEIGHT, 1024, 1024, 1024, 24.45, 21.81),
+    (GRAD_WEIGHT, 1024, 512, 2048, 24.47, 21.51),
+    (GRAD_WEIGHT, 1024, 2048, 512, 24.62, 21.66),
+]
+
+
+@pytest.mark.parametrize(
+    ("role", "rows", "inputs", "outputs", "portable", "sm90"), RACE_TF32_GRADIENTS
+)
+def test_the_path_of_tf32_gradients(role, rows, inputs, outputs, portable, sm90):
+    chosen = linear_lines("h200", rows, outputs, inputs, "float32", tf32=True)[role]
+    assert chosen.startswith("sm_90a") == (sm90 < portable)
+
+
 def time_of(measured, text):
     """The time of explain()'s choice. A split inside a cluster has " in a cluster" after its tile."""
     tile = re.search(r"wgmma, tile (\d+x\d+(?: ping-pong)?)", text)[1]
