@@ -1,5 +1,6 @@
 """dropout: which elements are dropped, how often, and that the backward drops the same."""
 
+import itertools
 import math
 
 import pytest
@@ -234,6 +235,41 @@ def test_bad_input(device):
         ops.dropout_backward(x, state.int(), 0.5)
     with pytest.raises(RuntimeError, match="philox_state: expected a contiguous"):
         ops.dropout_backward(x, torch.zeros(4, dtype=torch.int64, device=device)[::2], 0.5)
+    for place in ([0, 1], [-1], [0, 0, 8], [0, *(1, 2) * 5]):
+        with pytest.raises(ValueError, match="place: expected the first number and up to 4 pairs"):
+            ops.dropout(x, 0.5, place)
+    with pytest.raises(ValueError, match="place: expected numbers up to"):
+        ops.dropout_backward(x, state, 0.5, [2**62])
+    with pytest.raises(RuntimeError, match="integer out of range"):
+        ops.dropout(x, 0.5, [0, 1, 2**62])
+
+
+# The whole tensor's shape, then the first element and the shape of a shard.
+SHARDS = [
+    ((4, 96), (0, 0), (4, 96)),
+    ((4, 96), (2, 0), (2, 96)),
+    ((4, 96), (0, 32), (4, 48)),
+    ((4, 96), (1, 33), (2, 50)),
+    ((3, 5, 7), (0, 2, 0), (3, 3, 7)),
+    ((3, 6, 40), (1, 2, 8), (2, 3, 24)),
+    ((2, 3, 4, 5, 6), (0, 1, 1, 1, 1), (2, 2, 3, 3, 5)),
+]
+
+
+@pytest.mark.parametrize(("shape", "start", "sizes"), SHARDS, ids=str)
+def test_a_shard_has_its_part_of_the_mask(device, dtype, shape, start, sizes):
+    state = ops.dropout(torch.ones(1, device=device), 0.5)[1]
+    whole = ops.dropout_backward(torch.ones(shape, device=device, dtype=dtype), state, 0.5)
+    part = whole[tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))]
+    pitches = torch.empty(shape, device="meta").stride()
+    runs = torch.empty(sizes, device="meta").stride()
+    levels = zip(runs[:-1], pitches[:-1], strict=True)
+    place = [sum(a * p for a, p in zip(start, pitches, strict=True)), *itertools.chain(*levels)]
+    # Off 16 bytes, too: a vector is then no whole draw.
+    for offset in (0, 1):
+        ones = torch.ones(part.numel() + 1, device=device, dtype=dtype)[offset:][: part.numel()]
+        ours = ops.dropout_backward(ones.view(sizes), state, 0.5, place)
+        assert_same(ours, part.contiguous())
 
 
 def test_explain():

@@ -12,6 +12,7 @@
 #include "ops/dropout/dropout_channels_last.h"
 #include "torch/autograd.h"
 #include "torch/check_argument.h"
+#include "torch/checked_math.h"
 #include "torch/dispatch.h"
 #include "torch/philox.h"
 
@@ -44,7 +45,9 @@ Tensor dropout_backward(const Tensor& grad_output, const Tensor& philox_state, d
 
 }  // namespace call
 
-DropoutPlace place_of(IntArrayRef numbers, const char* op) {
+// Of a shard with `numel` elements.
+DropoutPlace place_of(IntArrayRef numbers, int64_t numel, const char* op) {
+  constexpr int64_t kMostElements = int64_t{1} << 62;
   DropoutPlace place;
   if (numbers.empty()) return place;
   const size_t levels = (numbers.size() - 1) / 2;
@@ -59,6 +62,12 @@ DropoutPlace place_of(IntArrayRef numbers, const char* op) {
                     DropoutPlace::kMaxLevels, " pairs of run and pitch, got ", numbers);
   place.first = numbers[0];
   place.levels = static_cast<int>(levels);
+  int64_t end = checked_add(place.first, numel);
+  for (int level = 0; level < place.levels; ++level) {
+    end = checked_add(end, checked_mul(numel / place.run[level], place.pitch[level]));
+  }
+  TORCH_CHECK_VALUE(end <= kMostElements, op, ": place: expected numbers up to ", kMostElements,
+                    ", got ", numbers);
   return place;
 }
 
@@ -124,7 +133,7 @@ Tensor run_cpu(const Tensor& input, const Tensor& state, double p, const Dropout
 TensorPair dropout_cpu_kernel(const Tensor& input, double p, IntArrayRef numbers) {
   check_input(input, p, "dropout", "input");
   check_has_storage(input, "dropout: input");
-  const DropoutPlace place = place_of(numbers, "dropout");
+  const DropoutPlace place = place_of(numbers, input.numel(), "dropout");
   const Tensor state = empty_state(input);
   draw_cpu_state(state);
   return {run_cpu(input, state, p, place), state};
@@ -133,7 +142,8 @@ TensorPair dropout_cpu_kernel(const Tensor& input, double p, IntArrayRef numbers
 Tensor dropout_backward_cpu_kernel(const Tensor& grad_output, const Tensor& philox_state, double p,
                                    IntArrayRef numbers) {
   check_backward_kernel(grad_output, philox_state, p);
-  return run_cpu(grad_output, philox_state, p, place_of(numbers, "dropout_backward"));
+  return run_cpu(grad_output, philox_state, p,
+                 place_of(numbers, grad_output.numel(), "dropout_backward"));
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -141,7 +151,7 @@ TensorPair dropout_cuda_kernel(const Tensor& input, double p, IntArrayRef number
   const CudaCall call(input);
   check_input(input, p, "dropout", "input");
   check_has_storage(input, "dropout: input");
-  const DropoutPlace place = place_of(numbers, "dropout");
+  const DropoutPlace place = place_of(numbers, input.numel(), "dropout");
   // Without an element no kernel writes the state, and nothing reads it but its owner.
   const Tensor state =
       input.numel() == 0 ? at::zeros({2}, input.options().dtype(at::kLong)) : empty_state(input);
@@ -157,7 +167,7 @@ Tensor dropout_backward_cuda_kernel(const Tensor& grad_output, const Tensor& phi
                                     IntArrayRef numbers) {
   const CudaCall call(grad_output);
   check_backward_kernel(grad_output, philox_state, p);
-  const DropoutPlace place = place_of(numbers, "dropout_backward");
+  const DropoutPlace place = place_of(numbers, grad_output.numel(), "dropout_backward");
   return in_row_major(grad_output, philox_state, p, place, [&](const DropoutParams& params) {
     launch_dropout_backward(params, choose_dropout(params), call.stream);
   });
@@ -168,14 +178,14 @@ Tensor dropout_backward_cuda_kernel(const Tensor& grad_output, const Tensor& phi
 
 TensorPair dropout_meta(const Tensor& input, double p, IntArrayRef numbers) {
   check_input(input, p, "dropout", "input");
-  place_of(numbers, "dropout");
+  place_of(numbers, /*numel=*/0, "dropout");
   return {at::empty_like(input), empty_state(input)};
 }
 
 Tensor dropout_backward_meta(const Tensor& grad_output, const Tensor& philox_state, double p,
                              IntArrayRef numbers) {
   check_backward(grad_output, philox_state, p);
-  place_of(numbers, "dropout_backward");
+  place_of(numbers, /*numel=*/0, "dropout_backward");
   return at::empty_like(grad_output);
 }
 
