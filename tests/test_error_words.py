@@ -70,7 +70,7 @@ CALLS = {
         x, torch.ones(4, 3, 20, 20)
     ),
     "fft_conv1d: input: expected float32, float64, bfloat16 or float16, got Bool": (
-        lambda: F.fft_conv1d(torch.ones(1, 2, 8).bool(), torch.ones(2, 2, 3))
+        lambda: F.fft_conv1d(torch.ones(1, 2, 8).bool(), torch.ones(2, 2, 3).bool())
     ),
     "dropout(): argument 'p' must be float, not str": lambda: F.dropout(m, "0.5"),
     "filter_fn: expected a function of (module, name) or None, got int": lambda: warpwright.swap(

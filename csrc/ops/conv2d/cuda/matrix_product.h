@@ -61,6 +61,7 @@ inline std::optional<MatrixProductConfig> choose_matrix_product(ConvDirection di
                                                                 const Conv2dAddresses& addresses,
                                                                 void* sums,
                                                                 const DeviceInfo& device) {
+  constexpr int64_t kFewColumns = 64;
   if (!is_matrix_product(s)) return std::nullopt;
   GemmParams product = conv2d_product(direction, s, addresses);
   product.row_sums = sums;
@@ -68,8 +69,11 @@ inline std::optional<MatrixProductConfig> choose_matrix_product(ConvDirection di
   if (plan.variant != GemmVariant::kSm90 && plan.variant != GemmVariant::kShortK) {
     return std::nullopt;
   }
+  // TF32 tiles of a product with both operands MN-major have 128 columns. Those of windows have 64.
+  const bool is_wgrad = direction == ConvDirection::kWgrad;
+  if (is_wgrad && plan.kind == GemmKind::kTf32 && s.c <= kFewColumns) return std::nullopt;
   // Only wgrad has a workspace. Outputs small enough for a split k do not suit large tiles.
-  if (direction != ConvDirection::kWgrad && plan.workspace_bytes > 0) return std::nullopt;
+  if (!is_wgrad && plan.workspace_bytes > 0) return std::nullopt;
   return MatrixProductConfig{product, plan};
 }
 
