@@ -192,7 +192,7 @@ inline bool takes_short_k(const GemmParams& p, const DeviceInfo& device) {
 
 // ---- choice ----
 
-// As those of a weight's gradient.
+// A weight's gradient has such operands.
 inline bool has_mn_major_operands(const GemmParams& p) {
   return p.a.major == Major::kMN && p.b.major == Major::kMN;
 }

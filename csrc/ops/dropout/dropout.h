@@ -41,14 +41,15 @@ struct DropoutStream {
   }
 };
 
-// The numbers of a tensor's elements in a larger one, of which it is a shard. A level is a
-// dimension that the shard does not have in one piece, from the outermost.
+// Maps each element of a shard to its number in the whole tensor. A shard consists of runs, which
+// are contiguous in the whole tensor. Each level has the distance between its runs; the outermost
+// level comes first.
 struct DropoutPlace {
   static constexpr int kMaxLevels = 4;
   int64_t first = 0;  // of element 0
   int levels = 0;
-  int64_t run[kMaxLevels] = {};    // elements of the shard per step of the level
-  int64_t pitch[kMaxLevels] = {};  // of the larger tensor
+  int64_t run[kMaxLevels] = {};    // elements of the shard from one run to the next
+  int64_t pitch[kMaxLevels] = {};  // elements of the whole tensor from one run to the next
 
   WARPWRIGHT_HOST_DEVICE int64_t number(int64_t i) const {
     int64_t result = first;

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ._random import drawing
+from ._random import drawn_per_shard
 from ._table import P, R, Row, Rule, S, picked
 
 ADVICE = (
@@ -101,4 +101,4 @@ RULES = {
         varlen_backward, kept=("query", "key", "value"), advice=VARLEN_ADVICE, divides=_heads_fit
     ),
 }
-HANDLERS = {"attention": drawing(probability_at=4)}
+HANDLERS = {"attention": drawn_per_shard}

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..._ops import ops
 from . import _local
 
 
-def drawing(probability_at: int) -> Callable[..., Any]:
-    """A handler for an operator that draws unless its argument at that place is 0.
+def drawn_per_shard(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A handler for attention, which counts heads and batch from 0 on every rank.
 
-    Ranks with different shards draw from different parts of the generator's stream, replicas from the
-    same. Afterwards all generators have advanced alike, as they must for the next call.
+    With dropout, ranks with different shards draw from different parts of the generator's stream,
+    replicas from the same. Afterwards all generators have advanced alike, as they must for the next call.
     """
-
-    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        info, sharding = _arranged(op, args, kwargs)
-        dispatcher = DTensor._op_dispatcher
-        if args[probability_at] == 0.0:
-            return dispatcher.wrap(op(*info.local_args, **info.local_kwargs), sharding.output_spec)
-        index, count = _local.shard_of(sharding.output_spec[0])
-        with _Stream(info.local_args[0].device, index, count):
-            results = op(*info.local_args, **info.local_kwargs)
-        return dispatcher.wrap(results, sharding.output_spec)
-
-    return handler
+    dropout_p = args[4]
+    info, sharding = _arranged(op, args, kwargs)
+    dispatcher = DTensor._op_dispatcher
+    if dropout_p == 0.0:
+        return dispatcher.wrap(op(*info.local_args, **info.local_kwargs), sharding.output_spec)
+    index, count = _local.shard_of(sharding.output_spec[0])
+    with _Stream(info.local_args[0].device, index, count):
+        results = op(*info.local_args, **info.local_kwargs)
+    return dispatcher.wrap(results, sharding.output_spec)
 
 
 def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -42,7 +37,7 @@ def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     specs = sharding.output_spec
     spec = specs[0] if isinstance(specs, (tuple, list)) else specs
     place = _local.place_in_whole(spec.shape, spec.mesh, spec.placements)
-    operands = info.local_args[: 2 if op.overloadpacket is ops.dropout else 3]
+    operands = info.local_args[: len(op._schema.arguments) - 1]  # all but the place
     return DTensor._op_dispatcher.wrap(op(*operands, place), specs)
 
 
