@@ -238,6 +238,24 @@ def assert_compiles_with_running_stats(step, leaves, fmt, dynamic):
         torch.testing.assert_close(results[1], results[0])
 
 
+def assert_trains_with_a_grad_scaler(model, x):
+    """Of float16 under autocast: the loss falls, and no gradient overflows."""
+    kind = x.device.type
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(kind, init_scale=1024.0)
+    losses = []
+    for _ in range(4):
+        with torch.autocast(kind, torch.float16):
+            loss = model(x).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert scaler.get_scale() == 1024.0
+
+
 def small_resnet(widths=(8, 16, 16)):
     blocks = [
         Block(a, b, stride)

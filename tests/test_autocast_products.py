@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from common import opcheck, subsets
+from common import assert_trains_with_a_grad_scaler, opcheck, subsets
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -382,20 +382,8 @@ def test_grad_scaler(device):
     torch.manual_seed(0)
     model = warpwright_model = Attention().to(device)
     warpwright.swap(warpwright_model, ops={"linear"})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
     x = torch.randn(2, 8, 32, device=device)
-    losses = []
-    for _ in range(4):
-        with torch.autocast(device, torch.float16):
-            loss = model(x).float().square().mean()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True)
-    assert scaler.get_scale() == 1024.0
+    assert_trains_with_a_grad_scaler(model, x)
 
 
 # ---- the raw operators ----

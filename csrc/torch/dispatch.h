@@ -53,6 +53,8 @@ inline DType dtype_of(const Tensor& tensor) {
   return *dtype;
 }
 
+inline bool is_16bit(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
+
 inline bool is_floating(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
 }

@@ -96,6 +96,7 @@ def conv2d_backward(
     groups: int,
     mask: list[bool],
     addend: Tensor | None = None,
+    float32_parameters: bool = False,
 ) -> tuple[Tensor | None, ...]:
     single = input.dim() == 3
     pair = [_pair(value) for value in (stride, padding, dilation)]
@@ -104,7 +105,10 @@ def conv2d_backward(
         *operands, weight, [weight.shape[0]], *pair, False, [0, 0], groups, mask
     )
     dx = found[0][0] if single and mask[0] else found[0]
-    grads = (dx if addend is None else dx + addend, *found[1:])
+    parameters = found[1:]
+    if float32_parameters:
+        parameters = tuple(grad if grad is None else grad.float() for grad in parameters)
+    grads = (dx if addend is None else dx + addend, *parameters)
     return tuple(grad if wanted else None for grad, wanted in zip(grads, mask, strict=True))
 
 

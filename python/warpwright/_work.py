@@ -265,7 +265,8 @@ def conv_norm_pool_backward_flops(
 
 def conv2d_backward_flops(
     dy: Shape, x: Shape, weight: Shape, stride: Any, padding: Any, dilation: Any, groups: int,
-    mask: Sequence[bool], addend: Any = None, out_shape: Any = None, **kwargs: Any,
+    mask: Sequence[bool], addend: Any = None, float32_parameters: bool = False,
+    out_shape: Any = None, **kwargs: Any,
 ) -> int:  # fmt: skip
     dx, *rest = out_shape
     window = (None, stride, padding, dilation, False, None, groups, mask)
@@ -283,7 +284,7 @@ def conv2d_batch_norm_backward_flops(
     dy: Shape, sums: Any, skip: Any, x: Shape, weight: Shape, *rest: Any,
     out_shape: Any = None, **kwargs: Any,
 ) -> int:  # fmt: skip
-    *_, stride, padding, dilation, groups, mask = rest
+    stride, padding, dilation, groups, mask = rest[11:16]  # the flag after them may be left out
     windows = (stride, padding, dilation, groups, (*mask[:2], False))
     return conv2d_backward_flops(dy, x, weight, *windows, out_shape=(*out_shape[:2], None))
 

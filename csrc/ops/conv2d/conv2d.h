@@ -73,6 +73,8 @@ struct Conv2dBackwardParams {
   void* grad_bias;
   const void* addend = nullptr;  // like grad_input, which it is added to if the plan says so
   int64_t input_pitch = 0;       // as in Conv2dParams, for grad_weight
+  // grad_weight and grad_bias are float32, of 16-bit operands. Only if the plan writes_float32().
+  bool float32_parameters = false;
 };
 
 // Addresses of a direction's three tensors: x is the input or its gradient, w the weight or its

@@ -312,6 +312,15 @@ inline Conv2dBackwardPlan choose_conv2d_backward(const Conv2dBackwardParams& p,
   return plan;
 }
 
+// Whether the last step can write the gradients of the parameters in float32 of 16-bit operands. A
+// product without parts stores its tiles in the operands' type, if it is the portable one. The copy
+// to another layout moves elements of that type.
+inline bool writes_float32(const Conv2dBackwardPlan& plan) {
+  if (!plan.weight) return true;
+  const auto* portable = std::get_if<ImplicitGemmConfig>(&plan.weight->kernel);
+  return !plan.weight->copies.w && (portable == nullptr || portable->splits > 1);
+}
+
 template <class... Kernels>
 std::string describe(const ConvPlan<Kernels...>& plan) {
   const std::string reason =

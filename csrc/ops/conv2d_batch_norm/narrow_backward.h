@@ -25,6 +25,7 @@ struct NarrowBackwardParams {
   ChannelVector norm_bias;  // for the activation's argument
   void* grad_input;
   void* grad_weight;
+  bool float32_weight;  // grad_weight is float32
 };
 
 struct NarrowBackwardPlan {

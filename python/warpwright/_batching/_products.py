@@ -141,12 +141,12 @@ def conv2d(
 def conv2d_backward(
     info: Any, dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Any, Any]:
-    samples, *window, groups, mask, addend = info.batch_size, *rest
+    samples, *window, groups, mask, addend, float32 = info.batch_size, *rest
     channels = grad.dim() - (3 if dims[0] is None else 4)
     grads: list[tuple[Tensor | None, int | None]] = [(None, None)] * 3
     if mask[2]:
         bias = front(grad, dims[0], samples).sum(((1,) if channels == 1 else ()) + (-2, -1))
-        grads[2] = bias, 0
+        grads[2] = bias.float() if float32 else bias, 0
     shared = mask[0] and dims[2] is None  # the input's gradient needs no groups
     if shared:
         grad_input = ops.conv2d_backward(
@@ -166,12 +166,14 @@ def conv2d_backward(
             *window,
             groups * samples,
             [mask[0] and not shared, mask[1], False],
+            None,
+            float32,
         )
         grads[1] = out_of(grad_weight, samples, 0)
         if not shared:
             grads[0] = out_of(grad_input, samples, channels)
     if addend is not None and mask[0]:
-        grads[0] = front(*grads[0], samples) + front(addend, dims[-1], samples), 0
+        grads[0] = front(*grads[0], samples) + front(addend, dims[-2], samples), 0
     return results(*grads)
 
 

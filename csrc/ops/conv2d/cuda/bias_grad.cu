@@ -83,7 +83,11 @@ void launch_nchw(const Conv2dBackwardParams& p, const BiasGradConfig& config, vo
            dim3(kDirectThreads), 0, stream, static_cast<const T*>(p.grad_output), partials,
            channels, planes);
   });
-  launch_part_sums(partials, planes.parts, channels, static_cast<T*>(p.grad_bias), stream);
+  auto add_parts_to = [&](auto* sums) {
+    launch_part_sums(partials, planes.parts, channels, sums, stream);
+  };
+  p.float32_parameters ? add_parts_to(static_cast<float*>(p.grad_bias))
+                       : add_parts_to(static_cast<T*>(p.grad_bias));
 }
 
 }  // namespace
@@ -94,7 +98,8 @@ void launch_bias_grad(const Conv2dBackwardParams& p, const BiasGradConfig& confi
   for_dtype(s.dtype, [&]<class T>() {
     if (!s.channels_last) return launch_nchw<T>(p, config, workspace, stream);
     using Acc = BiasAccum<T>;
-    const ColumnSumParams columns = bias_grad_columns(s, p.grad_output, p.grad_bias);
+    ColumnSumParams columns = bias_grad_columns(s, p.grad_output, p.grad_bias);
+    columns.wide_sum = p.float32_parameters;
     if constexpr (std::is_same_v<Acc, Accum<T>>) {
       launch_column_sum(columns, config.columns, workspace, stream);
     } else {

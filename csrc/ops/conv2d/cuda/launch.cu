@@ -168,6 +168,7 @@ void run_wgrad(const Conv2dBackwardParams& p, const MatrixProductConfig& config,
       conv2d_product(ConvDirection::kWgrad, p.shape,
                      {address_of(p.input), address_of(p.grad_weight), address_of(p.grad_output)});
   product.row_sums = p.grad_bias;
+  product.accum_d = p.float32_parameters;
   launch_gemm(product, config.plan, workspace, stream);
 }
 void run_wgrad(const Conv2dBackwardParams& p, const PlaneProductConfig& config, void* workspace,

@@ -55,10 +55,12 @@ Tensor conv2d_autograd(const Tensor& input, const Tensor& weight, const Optional
 Tensors3 conv2d_backward_autograd(const Tensor& grad_output, const Tensor& input,
                                   const Tensor& weight, SymIntArrayRef stride,
                                   SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups,
-                                  Conv2dMask mask, const OptionalTensor& addend) {
-  return bilinear_backward_autograd<Conv2dOp>(
-      grad_output, input, weight, geometry_of(stride, padding, dilation, std::move(groups)), mask,
-      value_or_undefined(addend));
+                                  Conv2dMask mask, const OptionalTensor& addend,
+                                  bool float32_parameters) {
+  Conv2dGeometry geometry = geometry_of(stride, padding, dilation, std::move(groups));
+  geometry.float32_parameters = float32_parameters;
+  return bilinear_backward_autograd<Conv2dOp>(grad_output, input, weight, geometry, mask,
+                                              value_or_undefined(addend));
 }
 
 // ---- padding='same' or 'valid' ----
@@ -97,12 +99,12 @@ Tensor conv2d_padding(const Tensor& input, const Tensor& weight, const OptionalT
 
 // ---- Autocast ----
 
-template <at::DeviceType kDevice, c10::DispatchKey kKey>
+template <at::DeviceType kDevice>
 Tensor conv2d_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
                        SymInt groups) {
-  return bilinear_autocast<Conv2dOp, kDevice, kKey>(
-      input, weight, bias, geometry_of(stride, padding, dilation, std::move(groups)));
+  return bilinear_autocast<Conv2dOp>(kDevice, input, weight, bias,
+                                     geometry_of(stride, padding, dilation, std::move(groups)));
 }
 
 }  // namespace
@@ -120,12 +122,8 @@ TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
   m.impl("conv2d_backward", conv2d_backward_autograd);
 }
 
-TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
-  m.impl("conv2d", TORCH_FN((conv2d_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>)));
-}
+TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) { m.impl("conv2d", conv2d_autocast<at::kCPU>); }
 
-TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
-  m.impl("conv2d", TORCH_FN((conv2d_autocast<at::kCUDA, c10::DispatchKey::Autocast>)));
-}
+TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) { m.impl("conv2d", conv2d_autocast<at::kCUDA>); }
 
 }  // namespace warpwright

@@ -12,12 +12,10 @@
 // `addend`, which a backward may have, is a tensor that it adds to the input's gradient.
 #pragma once
 
-#include <ATen/autocast_mode.h>
-
 #include <tuple>
 
+#include "ops/conv2d/torch/autocast.h"
 #include "ops/conv2d/torch/common.h"
-#include "torch/weight_copies.h"
 
 namespace warpwright {
 
@@ -72,7 +70,11 @@ struct BilinearBackwardBackward {
   static variable_list backward(const Attributes& geometry, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     const Tensor &grad_output = saved[0], &input = saved[1], &weight = saved[2];
-    const Tensor &gg_input = grads[0], &gg_weight = grads[1], &gg_bias = grads[2];
+    // By a gradient in float32: float32.
+    auto narrowed = [&](const Tensor& grad) {
+      return grad.defined() ? grad.to(grad_output.scalar_type()) : grad;
+    };
+    const Tensor gg_input = grads[0], gg_weight = narrowed(grads[1]), gg_bias = narrowed(grads[2]);
     variable_list results(needs.size());
     if (needs[0]) {
       results[0] = bilinear_derivative<Op>(input, weight, gg_input, gg_weight, gg_bias, grad_output,
@@ -89,16 +91,26 @@ struct BilinearBackwardBackward {
   }
 };
 
+// The op and its node, which leads to `weight_source` and `bias_source`: the operands, or under
+// autocast what they were cast from.
 template <class Op>
-Tensor bilinear_autograd(const Tensor& input, const Tensor& weight, const Tensor& bias,
-                         const GeometryOf<Op>& geometry) {
-  auto node = make_node<typename Op::Node>(geometry, input, weight, bias);
+Tensor differentiable_bilinear(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                               const GeometryOf<Op>& geometry, const Tensor& weight_source,
+                               const Tensor& bias_source) {
+  auto node = make_node<typename Op::Node>(geometry, input, weight_source, bias_source);
   Tensor output = below_autograd([&] { return Op::forward(input, weight, bias, geometry); });
   if (node) {
     node->save(input);
     node->save(weight);
     set_history(output, node);
   }
+  return output;
+}
+
+template <class Op>
+Tensor bilinear_autograd(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                         const GeometryOf<Op>& geometry) {
+  Tensor output = differentiable_bilinear<Op>(input, weight, bias, geometry, weight, bias);
   if (any_tangent(input, weight, bias)) {
     auto direction = [](const Tensor& t) { return has_tangent(t) ? tangent(t) : Tensor(); };
     const Tensor result =
@@ -145,16 +157,21 @@ Tensors3 bilinear_backward_autograd(const Tensor& grad_output, const Tensor& inp
   return gradients;
 }
 
-// ---- Autocast: ATen's lower_precision_fp list ----
+// ---- Autocast ----
 
-template <class Op, at::DeviceType kDevice, c10::DispatchKey kKey>
-Tensor bilinear_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                         const GeometryOf<Op>& geometry) {
-  c10::impl::ExcludeDispatchKeyGuard guard(kKey);
-  const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
-  return Op::forward(at::autocast::cached_cast(type, input, kDevice),
-                     cast_weight(type, weight, kDevice),
-                     cast_weight(type, value_or_undefined(bias), kDevice), geometry);
+template <class Op>
+Tensor bilinear_autocast(at::DeviceType device, const Tensor& input, const Tensor& weight,
+                         const OptionalTensor& optional_bias, GeometryOf<Op> geometry) {
+  const Tensor bias = value_or_undefined(optional_bias);
+  const ConvOperands cast(device, input, weight, bias);
+  if constexpr (requires { geometry.float32_parameters; }) {
+    if (cast.direct) {
+      geometry.float32_parameters = true;
+      return differentiable_bilinear<Op>(cast.input, cast.weight, cast.bias, geometry, weight,
+                                         bias);
+    }
+  }
+  return Op::forward(cast.input, cast.weight, cast.bias, geometry);
 }
 
 }  // namespace warpwright

@@ -27,6 +27,8 @@ using Conv2dMask = std::array<bool, 3>;  // grad_input, grad_weight, grad_bias
 struct Conv2dGeometry {
   std::vector<SymInt> stride, padding, dilation;
   SymInt groups;
+  // Of a backward with 16-bit operands: the gradients of weight and bias are float32.
+  bool float32_parameters = false;
 };
 
 // The ops through the dispatcher. Calls are qualified, because ADL would also find at::conv2d.
@@ -47,10 +49,10 @@ inline Tensors3 conv2d_backward(const Tensor& grad_output, const Tensor& input,
                                 const Tensor& addend = {}) {
   static const auto op =
       find_op<Tensors3(const Tensor&, const Tensor&, const Tensor&, SymIntArrayRef, SymIntArrayRef,
-                       SymIntArrayRef, SymInt, Conv2dMask, const OptionalTensor&)>(
+                       SymIntArrayRef, SymInt, Conv2dMask, const OptionalTensor&, bool)>(
           "warpwright::conv2d_backward");
   return op.call(grad_output, input, weight, g.stride, g.padding, g.dilation, g.groups, mask,
-                 optional_if_defined(addend));
+                 optional_if_defined(addend), g.float32_parameters);
 }
 
 // The gradients of a node whose input may be a shortcut's too (torch/skip.h). Each of `grad_output`

@@ -44,6 +44,7 @@ void launch_narrow(const NarrowBackwardParams& p, const NarrowBackwardPlan& plan
   GemmParams dw =
       conv2d_product(ConvDirection::kWgrad, s,
                      {address_of(p.input), address_of(p.grad_weight), address_of(p.grad_output)});
+  dw.accum_d = p.float32_weight;
   launch_split_k_reduce<T>(dw, GemmPlan{.splits = static_cast<int>(plan.ctas)}, workspace, stream);
 }
 

@@ -1,13 +1,13 @@
 // Autograd and Autocast of conv2d_batch_norm. backward.h has the backward. The convolution's output
 // is an output of the node too: a second derivative that reaches it goes through the convolution.
 // gate.h lets a node take a part of the backward of the node before it.
-#include <ATen/autocast_mode.h>
+#include <algorithm>
 
+#include "ops/conv2d/torch/autocast.h"
 #include "ops/conv2d_batch_norm/torch/backward.h"
 #include "ops/conv2d_batch_norm/torch/gate.h"
 #include "torch/skip.h"
 #include "torch/traced.h"
-#include "torch/weight_copies.h"
 
 namespace warpwright {
 namespace {
@@ -60,7 +60,10 @@ struct Conv2dBatchNormBackward {
       if (gate && results.gate_sums.defined()) gate->leave(results.input, results.gate_sums);
     }
     // The batch's mean takes the convolution's bias away: what a batch norm returns sums to zero.
-    if (needs[2] && !d_bias.defined()) d_bias = saved[1].new_zeros_symint({saved[1].sym_size(0)});
+    if (needs[2] && !d_bias.defined()) {
+      const auto type = a.geometry.float32_parameters ? at::kFloat : saved[1].scalar_type();
+      d_bias = saved[1].new_zeros_symint({saved[1].sym_size(0)}, type);
+    }
     if (needs[3] && sums.defined()) results.residual = grad_output;
     return {results.input,    results.weight,      d_bias,
             results.residual, results.norm_weight, results.norm_bias};
@@ -125,12 +128,14 @@ std::array<Tensor, 2> with_tangents(const Call& c) {
       convolved};
 }
 
-Tensors5 forward_autograd(const Call& c) {
+// The op and its node, which leads to `weight_source` and `bias_source`: the operands, or under
+// autocast what they were cast from.
+Tensors5 differentiable(const Call& c, const Tensor& weight_source, const Tensor& bias_source) {
   check_no_gradient(c.running_mean, "conv2d_batch_norm", "running_mean");
   check_no_gradient(c.running_var, "conv2d_batch_norm", "running_var");
   auto node =
-      make_node<Conv2dBatchNormBackward>({c.geometry, c.eps, c.activation}, c.input, c.weight,
-                                         c.bias, c.residual, c.norm_weight, c.norm_bias);
+      make_node<Conv2dBatchNormBackward>({c.geometry, c.eps, c.activation}, c.input, weight_source,
+                                         bias_source, c.residual, c.norm_weight, c.norm_bias);
   const bool forward_mode =
       any_tangent(c.input, c.weight, c.bias, c.residual, c.norm_weight, c.norm_bias);
   std::array<Tensor, 2> dual;
@@ -148,8 +153,11 @@ Tensors5 forward_autograd(const Call& c) {
   if (has_tangent(dual[0])) set_tangent(output, tangent(dual[0]));
   if (has_tangent(dual[1])) set_tangent(convolved, tangent(dual[1]));
   if (node) node->save_output(convolved);  // with its tangent
+  if (c.updates()) bump_statistics(c.running_mean, c.running_var);
   return results;
 }
+
+Tensors5 forward_autograd(const Call& c) { return differentiable(c, c.weight, c.bias); }
 
 Tensors5 conv2d_batch_norm_autograd(const Tensor& input, const Tensor& weight,
                                     const OptionalTensor& bias, const OptionalTensor& residual,
@@ -168,34 +176,40 @@ Tensors5 conv2d_batch_norm_update_autograd(
     const OptionalTensor& norm_bias, Tensor running_mean, Tensor running_var, double momentum,
     double eps, std::string_view activation, SymIntArrayRef stride, SymIntArrayRef padding,
     SymIntArrayRef dilation, SymInt groups) {
-  auto results = forward_autograd(update_call_of(
-      input, weight, bias, residual, norm_weight, norm_bias, running_mean, running_var, momentum,
-      eps, activation, stride, padding, dilation, std::move(groups)));
-  bump_statistics(running_mean, running_var);
-  return results;
+  return forward_autograd(update_call_of(input, weight, bias, residual, norm_weight, norm_bias,
+                                         running_mean, running_var, momentum, eps, activation,
+                                         stride, padding, dilation, std::move(groups)));
 }
 
 // ---- Autocast: the convolution's rule. Batch norm has none. ----
 
-template <at::DeviceType kDevice, c10::DispatchKey kKey>
+// Whether nothing watches the tensors beside the operands of the convolution.
+bool are_unwatched(const Call& c) {
+  const auto tensors = {&c.residual, &c.norm_weight, &c.norm_bias, &c.running_mean, &c.running_var};
+  return std::all_of(tensors.begin(), tensors.end(), [](const Tensor* tensor) {
+    return !tensor->defined() || is_plain_or_traced(*tensor);
+  });
+}
+
+template <at::DeviceType kDevice>
 struct Autocast {
   static Tensors5 run(const Call& c) {
-    c10::impl::ExcludeDispatchKeyGuard guard(kKey);
-    const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
-    const Tensor input = at::autocast::cached_cast(type, c.input, kDevice);
-    const Tensor weight = cast_weight(type, c.weight, kDevice);
-    return dispatch({.input = input,
-                     .weight = weight,
-                     .bias = cast_weight(type, c.bias, kDevice),
-                     .residual = c.residual,
-                     .norm_weight = c.norm_weight,
-                     .norm_bias = c.norm_bias,
-                     .running_mean = c.running_mean,
-                     .running_var = c.running_var,
-                     .momentum = c.momentum,
-                     .eps = c.eps,
-                     .activation = c.activation,
-                     .geometry = c.geometry});
+    const ConvOperands cast(kDevice, c.input, c.weight, c.bias);
+    Call call{.input = cast.input,
+              .weight = cast.weight,
+              .bias = cast.bias,
+              .residual = c.residual,
+              .norm_weight = c.norm_weight,
+              .norm_bias = c.norm_bias,
+              .running_mean = c.running_mean,
+              .running_var = c.running_var,
+              .momentum = c.momentum,
+              .eps = c.eps,
+              .activation = c.activation,
+              .geometry = c.geometry};
+    if (!cast.direct || !are_unwatched(c)) return dispatch(call);
+    call.geometry.float32_parameters = true;
+    return differentiable(call, c.weight, c.bias);
   }
   static Tensors5 forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           const OptionalTensor& residual, const OptionalTensor& norm_weight,
@@ -216,8 +230,8 @@ struct Autocast {
                               std::move(groups)));
   }
 };
-using AutocastCpu = Autocast<at::kCPU, c10::DispatchKey::AutocastCPU>;
-using AutocastCuda = Autocast<at::kCUDA, c10::DispatchKey::Autocast>;
+using AutocastCpu = Autocast<at::kCPU>;
+using AutocastCuda = Autocast<at::kCUDA>;
 
 }  // namespace
 

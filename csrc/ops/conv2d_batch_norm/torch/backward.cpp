@@ -145,7 +145,7 @@ using Signature = Tensors6(const Tensor&, const OptionalTensor&, const OptionalT
                            const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
                            const Tensor&, const OptionalTensor&, const OptionalTensor&,
                            const OptionalTensor&, double, std::string_view, SymIntArrayRef,
-                           SymIntArrayRef, SymIntArrayRef, SymInt, BackwardCall::Needs);
+                           SymIntArrayRef, SymIntArrayRef, SymInt, BackwardCall::Needs, bool);
 
 constexpr const char* kOp = "conv2d_batch_norm_backward";
 
@@ -170,6 +170,8 @@ void check_backward_call(const BackwardCall& c) {
   const Conv2dGeometry& g = c.geometry;
   TORCH_CHECK(x.dim() == 4, kOp, ": input: expected 4 dimensions, got ", x.dim());
   check_types(x, c.weight, std::nullopt);
+  TORCH_CHECK(!g.float32_parameters || is_16bit(x.scalar_type()), kOp,
+              ": float32_parameters: expected 16-bit operands, got ", x.scalar_type());
   const auto v = expand_windows<SymInt>(g.stride, g.padding, g.dilation, g.groups);
   const auto sizes = output_sizes<SymInt>(x, c.weight, std::nullopt, v, sym_sizes);
   check_argument(c.convolved, "conv2d_batch_norm_backward: convolved", sizes, x.scalar_type(), x);
@@ -219,7 +221,7 @@ Tensors6 backward_kernel(const Tensor& grad_output, const OptionalTensor& sums,
                          const OptionalTensor& gate_mean, const OptionalTensor& gate_mask,
                          double eps, std::string_view activation, SymIntArrayRef stride,
                          SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups,
-                         BackwardCall::Needs output_mask) {
+                         BackwardCall::Needs output_mask, bool float32_parameters) {
   BackwardCall c{.grad_output = grad_output,
                  .sums = value_or_undefined(sums),
                  .skip = value_or_undefined(skip),
@@ -234,7 +236,8 @@ Tensors6 backward_kernel(const Tensor& grad_output, const OptionalTensor& sums,
                  .gate = std::nullopt,
                  .eps = eps,
                  .activation = find_norm_activation(activation, kOp, kConvNormActivations),
-                 .geometry = {stride.vec(), padding.vec(), dilation.vec(), std::move(groups)},
+                 .geometry = {stride.vec(), padding.vec(), dilation.vec(), std::move(groups),
+                              float32_parameters},
                  .needs = output_mask};
   if (gate_convolved || gate_mean || gate_mask) {
     TORCH_CHECK(gate_convolved && gate_mean && gate_mask, kOp,
@@ -283,7 +286,7 @@ BackwardResults dispatch_backward(const BackwardCall& c) {
       optional_if_defined(c.norm_weight), optional_if_defined(c.norm_bias), c.mean, c.rstd, c.mask,
       c.convolved, of_gate(&GateValues::convolved), of_gate(&GateValues::mean),
       of_gate(&GateValues::mask), c.eps, norm_activation_name(c.activation), g.stride, g.padding,
-      g.dilation, g.groups, c.needs);
+      g.dilation, g.groups, c.needs, g.float32_parameters);
   return {input, weight, residual, norm_weight, norm_bias, gate_sums};
 }
 
@@ -293,7 +296,7 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "Tensor weight, Tensor? norm_weight, Tensor? norm_bias, Tensor mean, Tensor rstd, "
       "Tensor mask, Tensor convolved, Tensor? gate_convolved, Tensor? gate_mean, "
       "Tensor? gate_mask, float eps, str activation, SymInt[2] stride, SymInt[2] padding, "
-      "SymInt[2] dilation, SymInt groups, bool[5] output_mask) "
+      "SymInt[2] dilation, SymInt groups, bool[5] output_mask, bool float32_parameters=False) "
       "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_residual, Tensor grad_norm_weight, "
       "Tensor grad_norm_bias, Tensor gate_sums)",
       {at::Tag::pt2_compliant_tag});

@@ -71,12 +71,15 @@ std::optional<NarrowGradients> narrow_gradients(const NarrowCall& c) {
                       if (c.sums.defined()) norm.sums = c.sums.const_data_ptr();
                       run_backward_cuda(norm, c.convolved, cuda.stream);
                     });
-  const NarrowGradients result{at::empty_like(c.input), at::empty_like(c.weight), norm_weight,
-                               norm_bias};
+  const auto of_weight =
+      c.geometry.float32_parameters ? c.weight.options().dtype(at::kFloat) : c.weight.options();
+  const NarrowGradients result{at::empty_like(c.input), at::empty_like(c.weight, of_weight),
+                               norm_weight, norm_bias};
   p.norm_bias = channel_vector(c.norm_bias, "batch_norm_backward: bias", false);
   p.coefficients = coefficients.const_data_ptr();
   p.grad_input = result.input.mutable_data_ptr();
   p.grad_weight = result.weight.mutable_data_ptr();
+  p.float32_weight = c.geometry.float32_parameters;
   const Workspace workspace(plan->workspace_bytes, c.input);
   launch_narrow_backward(p, *plan, workspace.data(), cuda.stream);
   return result;

@@ -59,13 +59,13 @@ Tensors3 conv_transpose2d_backward_autograd(const Tensor& grad_output, const Ten
 
 // ---- Autocast ----
 
-template <at::DeviceType kDevice, c10::DispatchKey kKey>
+template <at::DeviceType kDevice>
 Tensor conv_transpose2d_autocast(const Tensor& input, const Tensor& weight,
                                  const OptionalTensor& bias, SymIntArrayRef stride,
                                  SymIntArrayRef padding, SymIntArrayRef output_padding,
                                  SymInt groups, SymIntArrayRef dilation) {
-  return bilinear_autocast<ConvTranspose2dOp, kDevice, kKey>(
-      input, weight, bias,
+  return bilinear_autocast<ConvTranspose2dOp>(
+      kDevice, input, weight, bias,
       transposed_geometry(stride, padding, output_padding, std::move(groups), dilation));
 }
 
@@ -77,13 +77,11 @@ TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
-  m.impl("conv_transpose2d",
-         TORCH_FN((conv_transpose2d_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>)));
+  m.impl("conv_transpose2d", conv_transpose2d_autocast<at::kCPU>);
 }
 
 TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
-  m.impl("conv_transpose2d",
-         TORCH_FN((conv_transpose2d_autocast<at::kCUDA, c10::DispatchKey::Autocast>)));
+  m.impl("conv_transpose2d", conv_transpose2d_autocast<at::kCUDA>);
 }
 
 }  // namespace warpwright

@@ -8,8 +8,7 @@
 
 #include "ops/linear/cast.h"
 #include "torch/cast_node.h"
-#include "torch/plain.h"
-#include "torch/traced.h"
+#include "torch/direct_gradient.h"
 #include "torch/weight_copies.h"
 
 namespace warpwright {
@@ -128,18 +127,6 @@ Tensor cast_input(at::ScalarType type, const Tensor& x, c10::DeviceType device) 
   return result;
 }
 
-// Whether the gradient of `source` may come in its own type from a product whose operand is
-// `operand`.
-bool is_direct(const Tensor& source, const Tensor& operand, at::ScalarType type) {
-  if (!source.defined()) return true;
-  return operand.scalar_type() == type && is_plain_or_traced(source) &&
-         (source.scalar_type() == type || source.scalar_type() == at::kFloat);
-}
-
-bool wants_gradient_of_cast(const Tensor& source, const Tensor& operand) {
-  return needs_gradient(source) && !source.is_same(operand);
-}
-
 }  // namespace
 
 AutocastOperands::AutocastOperands(c10::DeviceType device, const Tensor& input_,
@@ -155,8 +142,8 @@ AutocastOperands::AutocastOperands(c10::DeviceType device, const Tensor& input_,
   direct = is_16bit(type) &&
            (wants_gradient_of_cast(source, input) || wants_gradient_of_cast(weight_, weight) ||
             wants_gradient_of_cast(old_bias, new_bias)) &&
-           is_direct(source, input, type) && is_direct(weight_, weight, type) &&
-           is_direct(old_bias, new_bias, type) && is_plain_linear(input, weight, bias);
+           may_be_direct(source, input, type) && may_be_direct(weight_, weight, type) &&
+           may_be_direct(old_bias, new_bias, type) && is_plain_linear(input, weight, bias);
 }
 
 }  // namespace warpwright

@@ -42,8 +42,6 @@ Gradients linear_backward(const Tensor& grad_output, const OptionalTensor& input
 
 // ---- output shape and checks ----
 
-inline bool is_16bit(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
-
 c10::SymDimVector with_last_size(const Tensor& tensor, const c10::SymInt& last);
 
 inline Tensor empty_of(c10::SymIntArrayRef sizes, const Tensor& like) {

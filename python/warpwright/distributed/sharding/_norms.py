@@ -199,7 +199,7 @@ def conv2d_batch_norm_backward(
     dy: Any, sums: Any, skip: Any, x: Any, w: Any, a: Any, b: Any, mean: Any, rstd: Any, bits: Any,
     convolved: Any, *options: Any,
 ) -> list[Row]:  # fmt: skip
-    *gate, _, _, _, _, _, groups, wanted = options
+    *gate, _, _, _, _, _, groups, wanted, _ = options
     table: list[Row] = [([*picked(wanted, *[R] * 5), R if gate[0] is not None else None], [R] * 14)]
     # The gradient of x is a sum over the output channels: a skip would be added once per shard.
     if groups == 1 and skip is None:

@@ -203,9 +203,9 @@ constexpr int kReduceOutputs = 32, kReduceLanes = 16;
 // Layout: partials (parts, taps + 1, pitch_k); dw like the weight; db (K) or null.
 // Grid: CTA b sums 32 neighbouring places, each in 16 interleaved runs that are added in order.
 // Sums are in double, which the reads hide.
-template <class T>
+template <class A, class Out>
 __global__ void __launch_bounds__(kReduceOutputs* kReduceLanes)
-    conv2d_direct_wgrad_sum_kernel(const Accum<T>* partials, T* dw, T* db, DirectShape g, int parts,
+    conv2d_direct_wgrad_sum_kernel(const A* partials, Out* dw, Out* db, DirectShape g, int parts,
                                    int pitch_k) {
   __shared__ double shared[kReduceLanes][kReduceOutputs];
   const int column = threadIdx.x % kReduceOutputs, lane = threadIdx.x / kReduceOutputs;
@@ -228,9 +228,9 @@ __global__ void __launch_bounds__(kReduceOutputs* kReduceLanes)
   if (k >= g.k) return;
   if (tap < taps) {
     dw[int64_t{k} * taps + tap / window * g.w_chan + tap % window * g.w_tap] =
-        convert<T>(static_cast<Accum<T>>(sum));
+        convert<Out>(static_cast<A>(sum));
   } else if (db != nullptr) {
-    db[k] = convert<T>(static_cast<Accum<T>>(sum));
+    db[k] = convert<Out>(static_cast<A>(sum));
   }
 }
 
@@ -241,9 +241,13 @@ void launch_direct_wgrad_sum(const Conv2dBackwardParams& p, int parts, int pitch
   const DirectShape g(p.shape, kRunQ);
   const int64_t blocks = ceil_div<int64_t>(int64_t{g.taps() + 1} * pitch_k, kReduceOutputs);
   for_dtype(p.shape.dtype, [&]<class T>() {
-    launch(conv2d_direct_wgrad_sum_kernel<T>, dim3(static_cast<unsigned>(blocks)),
-           dim3(kReduceOutputs * kReduceLanes), 0, stream, static_cast<const Accum<T>*>(partials),
-           static_cast<T*>(p.grad_weight), static_cast<T*>(p.grad_bias), g, parts, pitch_k);
+    using A = Accum<T>;
+    auto launch_to = [&]<class Out>() {
+      launch(conv2d_direct_wgrad_sum_kernel<A, Out>, dim3(static_cast<unsigned>(blocks)),
+             dim3(kReduceOutputs * kReduceLanes), 0, stream, static_cast<const A*>(partials),
+             static_cast<Out*>(p.grad_weight), static_cast<Out*>(p.grad_bias), g, parts, pitch_k);
+    };
+    p.float32_parameters ? launch_to.template operator()<A>() : launch_to.template operator()<T>();
   });
 }
 

@@ -287,9 +287,14 @@ void launch_wgrad_instance(const Conv2dBackwardParams& p, const ImplicitGemmConf
     launch_group_products<Tile, LoaderY, LoaderX>(extents, a, b, output, workspace, stream);
   }
   if (config.splits > 1) {
-    MatrixOutput<T> whole = output;
-    whole.rows = s.k;
-    launch_split_k_reduce<typename Tile::Acc>(workspace, config.splits, s.k, depth, whole, stream);
+    auto add_parts_to = [&]<class Out>() {
+      const MatrixOutput<Out> whole{
+          static_cast<Out*>(p.grad_weight), nullptr, s.k, depth, depth, config.vectorized_d};
+      launch_split_k_reduce<typename Tile::Acc>(workspace, config.splits, s.k, depth, whole,
+                                                stream);
+    };
+    p.float32_parameters ? add_parts_to.template operator()<typename Tile::Acc>()
+                         : add_parts_to.template operator()<T>();
   }
 }
 

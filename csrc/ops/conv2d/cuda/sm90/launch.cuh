@@ -271,6 +271,7 @@ void launch_tma_im2col_wgrad(const Conv2dBackwardParams& params, const TmaIm2col
       conv_product(s, s.k, s.taps() * s.group_c(), s.n * s.p * s.q, params.grad_weight);
   product.a = make_operand(params.grad_output, s.dtype, 1, s.k);
   product.row_sums = params.grad_bias;
+  product.accum_d = params.float32_parameters;
   const int box_pixels = static_cast<int>(conv_chunk(s.dtype));
   for_tma_im2col_tile<ConvDirection::kWgrad, T>(config, [&]<TmaIm2colTile, class Tile>() {
     auto launch_with = [&](auto operands, const CUtensorMap& a, const CUtensorMap& b) {

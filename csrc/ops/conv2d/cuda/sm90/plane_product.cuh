@@ -173,8 +173,9 @@ void launch_plane_product_wgrad(const Conv2dBackwardParams& p, const PlaneProduc
                                 void* workspace, cudaStream_t stream) {
   const Conv2dShape& s = p.shape;
   const ConvPart part = plane_product_part(ConvDirection::kWgrad, s);
-  const GemmParams product =
+  GemmParams product =
       conv_product(s, part.m, part.n, part.k_tiles * conv_chunk(s.dtype), p.grad_weight);
+  product.accum_d = p.float32_parameters;
   GemmPlan plan{};
   plan.variant = GemmVariant::kSm90;
   plan.splits = config.splits;
