@@ -40,14 +40,14 @@ layers = pytest.mark.parametrize("layer", LAYERS)
 
 # Of real networks, as large as the kernels for them need.
 REAL_LAYERS = {
-    "stem": ((8, 3, 224, 224), (64, 3, 7, 7), 2, 3, 1),
+    "stem_of_224": ((8, 3, 224, 224), (64, 3, 7, 7), 2, 3, 1),
     "mobile_stem": ((8, 3, 224, 224), (16, 3, 3, 3), 2, 1, 1),
     "3x3_of_64": ((16, 64, 56, 56), (64, 64, 3, 3), 1, 1, 1),
     "3x3_of_512": ((16, 512, 7, 7), (512, 512, 3, 3), 1, 1, 1),
-    "3x3_stride_2": ((16, 128, 56, 56), (128, 128, 3, 3), 2, 1, 1),
+    "3x3_stride_2_of_128": ((16, 128, 56, 56), (128, 128, 3, 3), 2, 1, 1),
     "1x1_of_64": ((16, 64, 56, 56), (256, 64, 1, 1), 1, 0, 1),
     "1x1_of_2048": ((16, 2048, 7, 7), (512, 2048, 1, 1), 1, 0, 1),
-    "1x1_stride_2": ((16, 256, 56, 56), (512, 256, 1, 1), 2, 0, 1),
+    "1x1_stride_2_of_256": ((16, 256, 56, 56), (512, 256, 1, 1), 2, 0, 1),
     "depthwise_3x3": ((16, 96, 56, 56), (96, 1, 3, 3), 1, 1, 96),
     "depthwise_5x5_stride_2": ((16, 240, 28, 28), (240, 1, 5, 5), 2, 2, 240),
 }
@@ -55,7 +55,7 @@ REAL_LAYERS = {
 
 def operands(layer, device, form="nchw", dtypes=(torch.float32,) * 3, needs=(True,) * 3):
     """Leaves x, weight, bias, and the window: stride, padding, dilation, groups."""
-    image, filters, stride, padding, groups = {**REAL_LAYERS, **LAYERS}[layer]
+    image, filters, stride, padding, groups = (LAYERS | REAL_LAYERS)[layer]
     generator = torch.Generator().manual_seed(5)
     leaves = []
     for shape, dtype, need in zip((image, filters, filters[:1]), dtypes, needs, strict=True):
