@@ -256,6 +256,185 @@ def test_compiled(name):
     assert gating_kernels(gradients) == 1
 
 
+# ---- shortcuts that read the pixels at multiples of their strides (torch/strided_skip.h) ----
+
+
+class StridedBlocks(Blocks):
+    """`Blocks`, and s = norm(a strided 1x1 convolution of the shortcut)."""
+
+    def __init__(self, name, dtype=torch.bfloat16, stride=2):
+        super().__init__(name, dtype)
+        n, c, _, side = SHAPES[name]
+        self.stride = stride
+        rows, cols = (-(-side // step) for step in nn.modules.utils._pair(stride))
+        weight = torch.randn(96, c, 1, 1, device="cuda") * c**-0.5
+        self.weights = *self.weights, weight.to(dtype).requires_grad_()
+        self.third = torch.rand(96, device="cuda").add(0.5).requires_grad_()
+        ds = torch.randn(n, 96, rows, cols, device="cuda", dtype=dtype)
+        self.ds = ds.to(memory_format=CHANNELS_LAST)
+
+    @property
+    def inputs(self):
+        return [*super().inputs, self.third]
+
+    def shortcut(self, skip):
+        return F.conv2d_batch_norm(
+            skip,
+            self.weights[2],
+            norm_weight=self.third,
+            norm_bias=torch.zeros_like(self.third),
+            stride=self.stride,
+            training=True,
+        )
+
+    def outputs(self, watch=lambda y, skip, s: None):
+        y, z, skip = self.forward()
+        s = self.shortcut(skip)
+        watch(y, skip, s)
+        return y, z, skip, s
+
+    def gradients(self, watch=lambda y, skip, s: None, **options):
+        _, z, _, s = self.outputs(watch)
+        return torch.autograd.grad([z, s], self.inputs, [self.dz, self.ds], **options)
+
+
+def pixel_kernels(function):
+    return sum("AddendPixels" in name for name in launches(function))
+
+
+SEES = {
+    "hook": lambda y, skip, s: skip.register_hook(lambda grad: None),
+    "retain_grad": lambda y, skip, s: skip.retain_grad(),
+    "node's hook": lambda y, skip, s: s.grad_fn.register_hook(lambda *grads: None),
+    "gate's hook": lambda y, skip, s: y.register_hook(lambda grad: None),
+}
+
+
+@pytest.mark.gpu
+@every_shape
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("stride", [2, (1, 2), (3, 1)], ids=str)
+def test_gradients_of_a_strided_shortcut(name, dtype, stride):
+    """Those of a gradient for every pixel, most of them zeros, which a hook gets to see."""
+    blocks = StridedBlocks(name, dtype, stride)
+    assert pixel_kernels(blocks.gradients) == 1
+    assert pixel_kernels(lambda: blocks.gradients(SEES["hook"])) == 0
+    expected, found = blocks.gradients(SEES["hook"]), blocks.gradients()
+    assert_close(found, expected)
+    for got, want in zip(blocks.gradients(), found, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.fixture
+def strided():
+    return StridedBlocks("half_a_tile")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("watch", SEES.values(), ids=SEES)
+def test_a_skip_that_is_seen_has_its_whole_gradient(strided, watch):
+    assert pixel_kernels(lambda: strided.gradients(watch)) == 0
+    assert_close(strided.gradients(watch), strided.gradients())
+    _, z, skip, s = strided.outputs()
+    (asked,) = torch.autograd.grad([z, s], [skip], [strided.dz, strided.ds])
+    leaf = skip.detach().requires_grad_()
+    (alone,) = torch.autograd.grad(strided.shortcut(leaf), leaf, strided.ds)
+    assert torch.equal(asked, alone)
+    assert (asked[:, :, 1::2] == 0).all()
+    assert (asked[:, :, ::2, ::2] != 0).any()
+
+
+def of_outputs(blocks, make, watch=lambda y, skip, s: None):
+    """The gradients of what `make` makes of z, skip and s."""
+    _, *parts = blocks.outputs(watch)
+    total = sum(part.float().square().sum() for part in make(*parts))
+    return torch.autograd.grad(total, blocks.inputs, allow_unused=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("also", ["skip", "a second shortcut", "nothing of z"])
+def test_other_readers_of_the_skip(strided, also):
+    def make(z, skip, s):
+        if also == "nothing of z":
+            return [s]
+        return z, s, skip.tanh() if also == "skip" else strided.shortcut(skip * 1).tanh()
+
+    def twice(z, skip, s):
+        return [*make(z, skip, s), strided.shortcut(skip)]
+
+    for outputs in (make, twice):
+        expected = of_outputs(strided, outputs, SEES["hook"])
+        found = of_outputs(strided, outputs)
+        assert [g is None for g in found] == [g is None for g in expected]
+        assert_close(*([g for g in grads if g is not None] for grads in (found, expected)))
+
+
+@pytest.mark.gpu
+def test_passes_over_a_strided_graph_that_is_kept(strided):
+    expected = strided.gradients()
+    _, z, _, s = strided.outputs()
+    options = {"grad_outputs": [strided.dz, strided.ds], "retain_graph": True}
+    for _ in range(2):
+        found = torch.autograd.grad([z, s], strided.inputs, **options)
+        assert all(map(torch.equal, found, expected))
+        # Of the shortcut alone, and of its own parameters alone: nothing is left for the next pass.
+        torch.autograd.grad(s, [strided.residual], strided.ds, retain_graph=True)
+        torch.autograd.grad(s, [strided.third], strided.ds, retain_graph=True)
+
+
+@pytest.mark.gpu
+def test_a_pass_that_broke_off_leaves_nothing_behind(strided):
+    """A hook between the two nodes raises after the shortcut's node has run."""
+    expected = strided.gradients()
+    _, z, _, s = strided.outputs()
+
+    def fail(grad):
+        raise ZeroDivisionError
+
+    hook = z.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        torch.autograd.grad([s, z], strided.inputs, [strided.ds, strided.dz], retain_graph=True)
+    hook.remove()
+    found = torch.autograd.grad([z, s], strided.inputs, [strided.dz, strided.ds])
+    assert_close(found, expected)
+
+
+@pytest.mark.gpu
+def test_second_derivatives_through_a_strided_shortcut(strided):
+    assert_close(strided.gradients(create_graph=True), strided.gradients())
+    with torch.autograd.detect_anomaly(check_nan=True):
+        assert_close(strided.gradients(), strided.gradients(SEES["hook"]))
+
+
+@pytest.mark.gpu
+def test_a_strided_shortcut_on_another_stream(strided):
+    expected = strided.gradients(SEES["hook"])
+    _, z, skip = strided.forward()
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        s = strided.shortcut(skip)
+    torch.cuda.current_stream().wait_stream(other)
+    found = torch.autograd.grad([z, s], strided.inputs, [strided.dz, strided.ds])
+    assert_close(found, expected)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_strided_shortcut(strided):
+    """Neither zeros around the pixels nor a sum of whole gradients."""
+
+    def peak(watch):
+        _, z, _, s = strided.outputs(watch)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad([z, s], strided.inputs, [strided.dz, strided.ds])
+        return torch.cuda.max_memory_allocated() - before
+
+    whole = strided.residual.numel() * strided.residual.element_size()
+    assert peak(SEES["hook"]) - peak(lambda y, skip, s: None) >= whole // 2
+
+
 class Bottleneck(nn.Module):
     def __init__(self, channels=256, inner=64):
         super().__init__()

@@ -290,15 +290,19 @@ def conv2d_batch_norm_cases():
         yield f"short-{c}-{k}", conv_norm(F.conv2d_batch_norm), operands, {}
 
 
-def two_blocks(x, residual, wide, narrow, *norms):
-    """Two residual blocks: the second one's convolution gates and sums for the first one."""
+def two_blocks(x, residual, wide, narrow, *norms, stride=None):
+    """Two residual blocks: the second one's convolution gates and sums for the first one. The
+    shortcut of the second one is its input, or with a stride a convolution of it."""
     first, second = (
         {"norm_weight": scale, "norm_bias": shift, "training": True}
         for scale, shift in (norms[:2], norms[2:])
     )
     y = F.conv2d_batch_norm_add_relu(x, residual, wide, **first)
     z = F.conv2d_batch_norm_relu(y, narrow, **second)
-    skip = skip_of(y, z).float()
+    skip = skip_of(y, z)
+    if stride is not None:
+        skip = F.conv2d_batch_norm(skip, narrow, **second, stride=stride)
+    skip = skip.float()
     return z.float().sum() + (skip * skip).sum()
 
 
@@ -307,7 +311,9 @@ def gated_dgrad_cases():
     for n, c, k in ((14, 192, 72), (10, 320, 136)):
         shapes = (n, 64, 53, 53), (n, c, 53, 53), (c, 64, 1, 1), (k, c, 1, 1)
         images = (rand(*shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
-        yield f"{c}-{k}", two_blocks, (*images, *(rand(size) for size in (c, c, k, k))), {}
+        operands = *images, *(rand(size) for size in (c, c, k, k))
+        for stride in (None, 2, (1, 3)):
+            yield f"{c}-{k}-{stride}", two_blocks, operands, {"stride": stride}
 
 
 def narrow_backward_cases():

@@ -1,7 +1,8 @@
 // The Store (gemm/kernel_sm90.cuh) of gated_dgrad.h: D = gate(A B^T + addend), and the sums of D
 // and of D * (x - mean) per column.
 //
-// TMA loads a warpgroup's part of the addend and of x into buffers, from before the mainloop on.
+// A warpgroup's part of the addend and of x arrives in buffers, from before the mainloop on: x by TMA,
+// and the addend as AddendBoxes or AddendPixels say.
 // The epilogue adds the accumulators to the addend, clears what the relu did not pass, and writes D
 // in the addend's place, from where TMA stores it. Each warp then reads its 16 rows of D and of x,
 // and a lane sums two columns of each 64. The sums are those of the rounded values. CTAs take the
@@ -11,6 +12,8 @@
 
 #include <cstdint>
 
+#include "device/math.cuh"
+#include "device/mma_sm80.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "tile/column_moments_sm90.cuh"
@@ -18,14 +21,48 @@
 
 namespace warpwright {
 
+// A matrix like D, by TMA.
+struct AddendBoxes {
+  static constexpr bool kIsMatrix = true;
+
+  CUtensorMap map;  // boxes of 64 x 64, like OutputSm90::map
+
+  __device__ __forceinline__ void prefetch() const { prefetch_tensor_map(&map); }
+};
+
+// The rows of D that are pixels at multiples of the strides, by cp.async. The others get zeros.
+struct AddendPixels {
+  static constexpr bool kIsMatrix = false;
+
+  const void* pixels;               // (images, height, width, pitch of D)
+  FastDivmod by_w, by_hw;           // rows of D, per row of an image and per image
+  FastDivmod by_stride_h, by_stride_w;
+  int height, width;
+
+  __device__ __forceinline__ void prefetch() const {}
+
+  // The row of `pixels`, or -1.
+  __device__ __forceinline__ int row_of(int row_of_d) const {
+    int image, in_image, h, w, skipped_h, skipped_w;
+    by_hw.divmod(row_of_d, image, in_image);
+    by_w.divmod(in_image, h, w);
+    by_stride_h.divmod(h, h, skipped_h);
+    by_stride_w.divmod(w, w, skipped_w);
+    return (skipped_h | skipped_w) == 0 ? (image * height + h) * width + w : -1;
+  }
+};
+
 // The `moments` of a record are sums here.
-struct GatingOutput : JoiningOutput, MomentsRecords {
+template <class Addend>
+struct GatingOutput : OutputSm90, MomentsRecords {
+  Addend addend;
   CUtensorMap input;    // x, boxes of 64 x 64, like `map`
   const uint8_t* mask;  // (m, n / 8): bit j of a byte is column j of its eight
   const float* mean;    // (n)
 
   __device__ __forceinline__ void prefetch() const {
-    JoiningOutput::prefetch();
+    OutputSm90::prefetch();
+    addend.prefetch();
     prefetch_tensor_map(&input);
   }
 };
@@ -43,10 +80,10 @@ struct GradSums {
 };
 
 // kBlocks: of 64 rows, in a warpgroup's part of a tile of kColumns columns.
-template <class T, int kBlocks, int kColumns>
+template <class T, int kBlocks, int kColumns, class Addend>
 struct GatingEpilogue : WithoutBias<EpilogueSm90<T>> {
   using Base = EpilogueSm90<T>;
-  using Output = GatingOutput;
+  using Output = GatingOutput<Addend>;
   static constexpr int kAcross = kColumns / 64, kBoxes = kBlocks * kAcross;
   static constexpr int kSmemBytes = 2 * kBoxes * Base::kBufferBytes;
   static_assert(kColumns <= 128, "a thread merges one column");
@@ -67,19 +104,26 @@ struct GatingEpilogue : WithoutBias<EpilogueSm90<T>> {
     named_barrier_sync(this->barrier, 128);
   }
 
-  __device__ __forceinline__ void prefetch(const GatingOutput& output, int first_row,
-                                           int first_col) {
+  __device__ __forceinline__ void prefetch(const Output& output, int first_row, int first_col) {
     parity ^= 1;
     if (threadIdx.x % 128 == 0) load_boxes(output, first_row, first_col);
+    if constexpr (!Addend::kIsMatrix) {
+      named_barrier_sync(this->barrier, 128);  // thread 0 has waited for the stores from the buffers
+      load_pixels(output, first_row, first_col);
+    }
 #pragma unroll
     for (int chunk = 0; chunk < kAcross; ++chunk) load_mask(output, first_row, first_col, chunk);
   }
 
   template <int kRegs>
-  __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const GatingOutput& output,
-                                        int64_t, int first_row, int first_col) {
+  __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const Output& output, int64_t,
+                                        int first_row, int first_col) {
     static_assert(kRegs * 2 == kColumns, "the columns of a tile");
     mbarrier_wait(arrived(), parity);
+    if constexpr (!Addend::kIsMatrix) {
+      cp_async_wait<0>();
+      __syncwarp();
+    }
     select(first_col);
     const int block = first_row / 64 % kBlocks, first_box = block * kAcross;
     if (first_row >= output.m) return;
@@ -128,27 +172,54 @@ struct GatingEpilogue : WithoutBias<EpilogueSm90<T>> {
   }
 
   // Loads the boxes within D.
-  __device__ __forceinline__ void load_boxes(const GatingOutput& output, int first_row,
+  __device__ __forceinline__ void load_boxes(const Output& output, int first_row,
                                              int first_col) const {
+    constexpr int kMatrices = Addend::kIsMatrix ? 2 : 1;
     auto row = [&](int i) { return first_row + i / kAcross * 64; };
     auto col = [&](int i) { return first_col + i % kAcross * 64; };
     auto within = [&](int i) { return row(i) < output.m && col(i) < output.n; };
     tma_store_wait_read<0>();  // the stores of the last tile
     int boxes = 0;
 #pragma unroll
-    for (int i = 0; i < kBoxes; ++i) boxes += within(i) ? 2 : 0;
+    for (int i = 0; i < kBoxes; ++i) boxes += within(i) ? kMatrices : 0;
     mbarrier_arrive_expect_tx(arrived(), boxes * Base::kBufferBytes);
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
       if (!within(i)) continue;
-      tma_load_2d(box(i), &output.addend, col(i), row(i), arrived());
+      if constexpr (Addend::kIsMatrix) {
+        tma_load_2d(box(i), &output.addend.map, col(i), row(i), arrived());
+      }
       tma_load_2d(box(kBoxes + i), &output.input, col(i), row(i), arrived());
     }
   }
 
+  // Each warp loads the rows of the addend that it will add: four at a time, eight lanes each.
+  __device__ __forceinline__ void load_pixels(const Output& output, int first_row,
+                                              int first_col) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int in_box = accumulator_warp_row() + lane / 8, col = first_col + lane % 8 * 8;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int pass = 0; pass < 4; ++pass) {
+        const int row = first_row + block * 64 + in_box + pass * 4;
+        const int pixel = row < output.m ? output.addend.row_of(row) : -1;
+        const T* source = static_cast<const T*>(output.addend.pixels) +
+                          int64_t{max(pixel, 0)} * output.pitch + col;
+#pragma unroll
+        for (int chunk = 0; chunk < kAcross; ++chunk) {
+          const bool has = pixel >= 0 && col + chunk * 64 < output.n;
+          cp_async<16>(Base::buffer_address(box(block * kAcross + chunk), in_box + pass * 4, lane % 8),
+                       has ? source + chunk * 64 : output.addend.pixels, has ? 16 : 0);
+        }
+      }
+    }
+    cp_async_commit();
+  }
+
   // What lies outside D does not pass.
-  __device__ __forceinline__ void load_mask(const GatingOutput& output, int first_row,
-                                            int first_col, int chunk) {
+  __device__ __forceinline__ void load_mask(const Output& output, int first_row, int first_col,
+                                            int chunk) {
     const int col = first_col + chunk * 64;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -6,6 +6,7 @@
 #include "ops/conv2d/torch/autocast.h"
 #include "ops/conv2d_batch_norm/torch/backward.h"
 #include "ops/conv2d_batch_norm/torch/gate.h"
+#include "ops/conv2d_batch_norm/torch/gated_backward.h"
 #include "torch/skip.h"
 #include "torch/traced.h"
 
@@ -24,17 +25,17 @@ struct Conv2dBatchNormBackward {
     Conv2dGeometry geometry;
     double eps;
     NormActivation activation;
-    std::shared_ptr<NormGate> gate = nullptr;  // with a residual
+    std::shared_ptr<NormGate> gate = nullptr;           // with a residual
+    std::shared_ptr<SkipPixels> skip_pixels = nullptr;  // if strided shortcuts may leave theirs
   };
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     const Tensor &grad_output = grads[0], &grad_convolved = grads[1];
     const Tensor sums = take_sums(a, grad_output);
-    const Tensor skip = needs[0] ? kConv2dBatchNormNode.gradient(grads) : Tensor();
     BackwardCall call{
         .grad_output = grad_output,
         .sums = sums,
-        .skip = skip,
+        .skip = needs[0] ? kConv2dBatchNormNode.gradient(grads) : Tensor(),
         .input = saved[0],
         .weight = saved[1],
         .norm_weight = saved[2],
@@ -48,6 +49,7 @@ struct Conv2dBatchNormBackward {
         .activation = a.activation,
         .geometry = a.geometry,
         .needs = {needs[0], needs[1], needs[3] && !sums.defined(), needs[4], needs[5]}};
+    if (a.skip_pixels) take_pixels(*a.skip_pixels, call);
     BackwardResults results;
     Tensor d_bias;
     if (!grad_output.defined() || grad_convolved.defined()) {
@@ -55,9 +57,13 @@ struct Conv2dBatchNormBackward {
     } else if (at::GradMode::is_enabled()) {
       results = composed_backward(call);
     } else {
-      const auto gate = skip.defined() ? gate_before(call) : nullptr;
+      const auto gate = call.skip.defined() ? gate_before(call) : nullptr;
+      if (!gate) widen_skip(call);  // no other kernel adds the pixels alone
+      SkipPixels* const reader = reader_of_pixels(call);
+      call.only_read_pixels = reader != nullptr;
       results = is_traced(grad_output) ? dispatch_backward(call) : backward_of(call);
       if (gate && results.gate_sums.defined()) gate->leave(results.input, results.gate_sums);
+      if (reader) results.input = leave_pixels(*reader, results.input, call);
     }
     // The batch's mean takes the convolution's bias away: what a batch norm returns sums to zero.
     if (needs[2] && !d_bias.defined()) {
@@ -78,9 +84,60 @@ struct Conv2dBatchNormBackward {
     d_convolved = sum_of(d_convolved, grad_convolved);
     Tensor d_bias;
     std::tie(results.input, results.weight, d_bias) =
-        call::joined_gradients(d_convolved, call.skip, call.input, call.weight, call.geometry,
-                               {call.needs[0], call.needs[1], needs_bias});
+        call::joined_gradients(d_convolved, call.whole_skip(), call.input, call.weight,
+                               call.geometry, {call.needs[0], call.needs[1], needs_bias});
     return {results, d_bias};
+  }
+
+  static void widen_skip(BackwardCall& call) {
+    call.skip = call.whole_skip();
+    call.skip_strides = {1, 1};
+  }
+
+  // Adds what a strided shortcut left here to the gradient of the skip.
+  static void take_pixels(SkipPixels& from, BackwardCall& call) {
+    if (call.skip.defined() && call.skip._is_zerotensor()) call.skip = Tensor();
+    const auto left = from.take();
+    if (!left) return;
+    const Tensor others = std::exchange(call.skip, left->pixels);
+    call.skip_strides = left->strides;
+    if (!others.defined()) return;
+    widen_skip(call);
+    call.skip = call.skip + others;
+  }
+
+  // Where the running node may leave the gradient of the pixels that it reads, or null: at a node
+  // that can add them while it gates.
+  static SkipPixels* reader_of_pixels(const BackwardCall& call) {
+    const auto node = torch::autograd::get_current_node();
+    if (!node || !call.needs[0] || call.skip.defined() || !skips_pixels(call)) return nullptr;
+    const auto& edge = node->next_edge(0);
+    auto* writer = dynamic_cast<OpNode<Conv2dBatchNormBackward>*>(edge.function.get());
+    if (writer == nullptr || edge.input_nr != kConv2dBatchNormNode.outputs) return nullptr;
+    const bool is_alone = is_unseen(*node, *writer, /*traced=*/false) &&
+                          !torch::autograd::AnomalyMode::is_enabled();
+    if (!is_alone || writer->stream() != node->stream()) return nullptr;
+    const auto& before = writer->next_edge(0);
+    auto* gating = dynamic_cast<OpNode<Conv2dBatchNormBackward>*>(before.function.get());
+    if (gating == nullptr || !gating->attributes.gate) return nullptr;
+    const auto output = writer->input_metadata(0).shape_as_dim_vector();
+    return has_gated_kernel(call.input, output[1].expect_int())
+               ? writer->attributes.skip_pixels.get()
+               : nullptr;
+  }
+
+  // Whether it is a 1x1 convolution that reads some of the pixels.
+  static bool skips_pixels(const BackwardCall& call) {
+    if (!is_1x1_in_memory(call.input, call.weight, call.geometry)) return false;
+    const auto [h, w] = strides_of(call.geometry);
+    return (h > 1 || w > 1) && h <= call.input.size(2) && w <= call.input.size(3);
+  }
+
+  // The gradient to hand on.
+  static Tensor leave_pixels(SkipPixels& reader, const Tensor& pixels, const BackwardCall& call) {
+    const Strides strides = strides_of(call.geometry);
+    if (reader.leave(pixels, strides)) return zeros_without_memory(call.input);
+    return with_zeros_between(pixels, strides, call.input);
   }
 
   // Returns the sums that the next block's node left for this gradient, or an undefined tensor.
@@ -149,6 +206,10 @@ Tensors5 differentiable(const Call& c, const Tensor& weight_source, const Tensor
       node->save(*tensor);
     }
     if (c.residual.defined()) node->attributes.gate = make_gate(convolved, mean, mask);
+    if (c.input.is_cuda() && is_1x1_in_memory(c.input, c.weight, c.geometry) &&
+        strides_of(c.geometry) == Strides{1, 1}) {
+      node->attributes.skip_pixels = std::make_shared<SkipPixels>();
+    }
   }
   if (has_tangent(dual[0])) set_tangent(output, tangent(dual[0]));
   if (has_tangent(dual[1])) set_tangent(convolved, tangent(dual[1]));

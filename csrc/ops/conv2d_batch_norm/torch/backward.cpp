@@ -31,7 +31,9 @@ NarrowCall narrow_call(const BackwardCall& c) {
           .needs_norm_weight = c.needs[3],
           .needs_norm_bias = c.needs[4]};
 }
-bool may_be_narrow(const BackwardCall& c) { return c.needs[0] && c.needs[1] && !is_masked(c); }
+bool may_be_narrow(const BackwardCall& c) {
+  return c.needs[0] && c.needs[1] && !is_masked(c) && !c.only_read_pixels;
+}
 
 // `d_convolved`: the gradient of the convolution's output, or a tensor laid out like it.
 GatedCall gated_call(const BackwardCall& c, const Tensor& d_convolved) {
@@ -40,6 +42,7 @@ GatedCall gated_call(const BackwardCall& c, const Tensor& d_convolved) {
           .weight = c.weight,
           .geometry = c.geometry,
           .addend = c.skip,
+          .addend_strides = c.skip_strides,
           .mask = c.gate->mask,
           .norm_input = c.gate->convolved,
           .mean = c.gate->mean};
@@ -53,8 +56,16 @@ bool takes_sums(const BackwardCall& c) {
 
 // From the gradient of the convolution's output on.
 void convolve(const BackwardCall& c, const Tensor& d_convolved, BackwardResults& results) {
+  if (c.only_read_pixels) {
+    const Conv2dGeometry dense{{1, 1}, {0, 0}, {1, 1}, 1};
+    const Tensor pixels = pixels_of(c.input, strides_of(c.geometry));
+    results.input = call::input_gradient(d_convolved, pixels, c.weight, dense);
+    if (!c.needs[1]) return;
+    results.weight = call::weight_gradient(d_convolved, c.input, c.weight, c.geometry);
+    return;
+  }
   std::tie(results.input, results.weight, std::ignore) = call::joined_gradients(
-      d_convolved, c.skip, c.input, c.weight, c.geometry, {c.needs[0], c.needs[1], false});
+      d_convolved, c.whole_skip(), c.input, c.weight, c.geometry, {c.needs[0], c.needs[1], false});
 }
 
 // What a gating kernel does, as passes of their own: gates results.input, and sums it and its

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "ops/conv2d_batch_norm/torch/common.h"
+#include "ops/conv2d_batch_norm/torch/strided_skip.h"
 
 namespace warpwright::conv_norm {
 
@@ -23,6 +24,7 @@ struct BackwardCall {
   Tensor grad_output;
   Tensor sums;  // (channels, 2) that the next node left with grad_output, or undefined
   Tensor skip;  // the gradient of a shortcut around the convolution, or undefined
+  Strides skip_strides = {1, 1};  // skip has the pixels of the input at multiples of these
   Tensor input, weight, norm_weight, norm_bias;
   Tensor mean, rstd, mask, convolved;
   std::optional<GateValues> gate;
@@ -30,6 +32,14 @@ struct BackwardCall {
   NormActivation activation;
   Conv2dGeometry geometry;
   Needs needs;
+  // Of the input's gradient, the pixels that a strided 1x1 convolution reads are enough.
+  bool only_read_pixels = false;
+
+  // The gradient of the shortcut for each pixel of the input.
+  Tensor whole_skip() const {
+    const bool is_whole = !skip.defined() || skip_strides == Strides{1, 1};
+    return is_whole ? skip : with_zeros_between(skip, skip_strides, input);
+  }
 };
 
 struct BackwardResults {

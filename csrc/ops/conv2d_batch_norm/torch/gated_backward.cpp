@@ -17,7 +17,10 @@ bool has_layout(const GatedCall& c) {
   if (!are_rows({&x, &c.weight, &c.grad_output, &c.addend, &c.norm_input})) return false;
   const int64_t bytes =
       batch_norm_mask_bytes(x.size(0), x.size(1), x.size(2) * x.size(3), /*rows=*/true, 8);
-  return c.addend.sizes().equals(x.sizes()) && c.norm_input.sizes().equals(x.sizes()) &&
+  const auto [stride_h, stride_w] = c.addend_strides;
+  const int64_t pixels[] = {x.size(0), x.size(1), ceil_div(x.size(2), stride_h),
+                            ceil_div(x.size(3), stride_w)};
+  return c.addend.sizes().equals(pixels) && c.norm_input.sizes().equals(x.sizes()) &&
          c.mask.numel() == bytes && c.mean.scalar_type() == at::kFloat &&
          c.mean.numel() == x.size(1);
 }
@@ -28,6 +31,7 @@ GatedDgradParams params_of(const GatedCall& c) {
   p.conv.grad_output = address_if_plain(c.grad_output);
   p.conv.weight = address_if_plain(c.weight);
   p.conv.addend = address_if_plain(c.addend);
+  std::copy(c.addend_strides.begin(), c.addend_strides.end(), p.addend_stride);
   p.norm_input = address_if_plain(c.norm_input);
   p.mask = address_if_plain(c.mask);
   p.mean = address_if_plain(c.mean);
@@ -45,6 +49,33 @@ bool has_gated_kernel(const GatedCall& c) {
   if (!has_layout(c)) return false;
   const CudaCall cuda(c.input);
   return choose_gated_dgrad(params_of(c), current_device_info()).plan.has_value();
+}
+
+bool has_gated_kernel(const Tensor& x, int64_t k) {
+  if (!x.is_cuda() || !are_plain({&x}) || !are_rows({&x})) return false;
+  const CudaCall cuda(x);
+  GatedDgradParams p{};
+  p.conv.shape = {.dtype = dtype_of(x),
+                  .channels_last = true,
+                  .sm90 = sm90_path_available(),
+                  .allow_tf32 = allow_tf32(),
+                  .n = x.size(0),
+                  .c = x.size(1),
+                  .h = x.size(2),
+                  .w = x.size(3),
+                  .k = k,
+                  .r = 1,
+                  .s = 1,
+                  .p = x.size(2),
+                  .q = x.size(3),
+                  .stride_h = 1,
+                  .stride_w = 1,
+                  .pad_h = 0,
+                  .pad_w = 0,
+                  .dilation_h = 1,
+                  .dilation_w = 1,
+                  .groups = 1};
+  return choose_gated_dgrad(p, current_device_info()).plan.has_value();
 }
 
 std::optional<GatedGradient> gated_input_gradient(const GatedCall& c) {
@@ -86,6 +117,7 @@ Tensors3 batch_norm_backward_with_sums(const GatedGradient& grad_output, const T
 }
 #else
 bool has_gated_kernel(const GatedCall&) { return false; }
+bool has_gated_kernel(const Tensor&, int64_t) { return false; }
 
 std::optional<GatedGradient> gated_input_gradient(const GatedCall&) { return std::nullopt; }
 

@@ -4,14 +4,18 @@
 #include <optional>
 
 #include "ops/conv2d_batch_norm/torch/common.h"
+#include "ops/conv2d_batch_norm/torch/strided_skip.h"
 
 namespace warpwright::conv_norm {
 
 // `input` is relu(batch norm(norm_input) + residual); mean is that batch norm's, mask the relu's.
+// `addend`: of the pixels of the input at multiples of its strides.
 struct GatedCall {
   const Tensor &grad_output, &input, &weight;
   const Conv2dGeometry& geometry;
-  const Tensor &addend, &mask, &norm_input, &mean;
+  const Tensor& addend;
+  Strides addend_strides;
+  const Tensor &mask, &norm_input, &mean;
 };
 
 // The gated gradient of `input`, and (channels, 2) sums for the batch norm.
@@ -21,6 +25,8 @@ struct GatedGradient {
 
 // Whether a kernel computes both. The values may be traced.
 bool has_gated_kernel(const GatedCall& call);
+// The same for `input` in memory, read by a 1x1 convolution with `k` outputs, stride 1 and no padding.
+bool has_gated_kernel(const Tensor& input, int64_t k);
 
 // None if no kernel computes both.
 std::optional<GatedGradient> gated_input_gradient(const GatedCall& call);

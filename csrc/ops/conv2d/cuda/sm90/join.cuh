@@ -125,13 +125,18 @@ using JoinTileOf = TileSm90<T, join_tile(kTile).blk_m, join_tile(kTile).blk_n,
 template <class Tile>
 using JoiningEpilogueOf = JoiningEpilogue<typename Tile::Element, Tile::kBlocks, Tile::kBlkN>;
 
+// The tensor map of a matrix that is laid out like D.
+template <class T>
+CUtensorMap map_like_d(GemmParams product, const GemmPlan& plan, const void* matrix) {
+  product.d = const_cast<void*>(matrix);  // a tensor map has no const; it is only read
+  return sm90_output<T>(product, plan, nullptr).map;
+}
+
 template <class T>
 JoiningOutput joining_output(const GemmParams& product, const GemmPlan& plan, const void* addend) {
   JoiningOutput output{};
   static_cast<OutputSm90&>(output) = sm90_output<T>(product, plan, nullptr);
-  GemmParams added = product;
-  added.d = const_cast<void*>(addend);  // a tensor map has no const; it is only read
-  output.addend = sm90_output<T>(added, plan, nullptr).map;
+  output.addend = map_like_d<T>(product, plan, addend);
   return output;
 }
 

@@ -1,0 +1,84 @@
+// Shortcuts whose first layer is a strided 1x1 convolution with a batch norm. It reads the pixels of
+// x at multiples of its strides alone. Autograd would hand on the gradient of all of x, three
+// quarters of it zeros with strides of 2. The shortcut's node leaves the gradient of its pixels at
+// the node whose skip (torch/skip.h) it reads, and returns zeros without memory. That node runs
+// later in the same backward pass, and adds what was left to the gradient that it gets.
+#pragma once
+
+#include <ATen/ops/_efficientzerotensor.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "ops/conv2d/torch/common.h"
+#include "torch/plain.h"
+
+namespace warpwright::conv_norm {
+
+using Strides = std::array<int64_t, 2>;  // (h, w)
+
+// Whether it is a 1x1 convolution without padding or groups, of tensors in memory.
+inline bool is_1x1_in_memory(const Tensor& input, const Tensor& weight, const Conv2dGeometry& g) {
+  if (!is_plain(input) || !is_plain(weight) || weight.size(2) != 1 || weight.size(3) != 1) {
+    return false;
+  }
+  auto is_zero = [](const SymInt& size) { return size == 0; };
+  return std::all_of(g.padding.begin(), g.padding.end(), is_zero) && g.groups == 1;
+}
+
+inline Strides strides_of(const Conv2dGeometry& g) {
+  return {g.stride.front().expect_int(), g.stride.back().expect_int()};
+}
+
+// A view of the pixels at multiples of the strides.
+inline Tensor pixels_of(const Tensor& image, Strides strides) {
+  return image.slice(2, 0, std::nullopt, strides[0]).slice(3, 0, std::nullopt, strides[1]);
+}
+
+// An image like `image` with these pixels there, and zeros elsewhere.
+inline Tensor with_zeros_between(const Tensor& pixels, Strides strides, const Tensor& image) {
+  Tensor whole = at::zeros_like(image);
+  pixels_of(whole, strides).copy_(pixels);
+  return whole;
+}
+
+// What autograd gets in place of the gradient that was left: any gradient can be added to it.
+inline Tensor zeros_without_memory(const Tensor& image) {
+  return at::_efficientzerotensor(image.sizes(), image.options());
+}
+
+// Where the gradients are left, one per node.
+class SkipPixels {
+ public:
+  struct Gradient {
+    Tensor pixels;
+    Strides strides;
+  };
+
+  // False if another gradient is there: of another backward pass, or of another shortcut.
+  bool leave(const Tensor& pixels, Strides strides) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (left_) return false;
+    left_ = {pixels, strides};
+    task_ = torch::autograd::get_current_graph_task_id();
+    return true;
+  }
+  // What was left in the running backward pass. A pass that broke off may have left another one.
+  std::optional<Gradient> take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (task_ != torch::autograd::get_current_graph_task_id()) return std::nullopt;
+    return std::exchange(left_, std::nullopt);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::optional<Gradient> left_;
+  int task_ = -1;
+};
+
+}  // namespace warpwright::conv_norm
