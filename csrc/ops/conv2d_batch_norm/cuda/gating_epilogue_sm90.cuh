@@ -193,7 +193,8 @@ struct GatingEpilogue : WithoutBias<EpilogueSm90<T>> {
     }
   }
 
-  // Each warp loads the rows of the addend that it will add: four at a time, eight lanes each.
+  // Each warp loads the rows of the addend that it will add: four at a time, eight lanes each. A
+  // cp.async of no bytes would read its address, and all of them one line of L2.
   __device__ __forceinline__ void load_pixels(const Output& output, int first_row,
                                               int first_col) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -208,9 +209,13 @@ struct GatingEpilogue : WithoutBias<EpilogueSm90<T>> {
                           int64_t{max(pixel, 0)} * output.pitch + col;
 #pragma unroll
         for (int chunk = 0; chunk < kAcross; ++chunk) {
-          const bool has = pixel >= 0 && col + chunk * 64 < output.n;
-          cp_async<16>(Base::buffer_address(box(block * kAcross + chunk), in_box + pass * 4, lane % 8),
-                       has ? source + chunk * 64 : output.addend.pixels, has ? 16 : 0);
+          const uint32_t to =
+              Base::buffer_address(box(block * kAcross + chunk), in_box + pass * 4, lane % 8);
+          if (pixel >= 0 && col + chunk * 64 < output.n) {
+            cp_async<16>(to, source + chunk * 64);
+          } else {
+            store_shared_u128(to, uint4{});
+          }
         }
       }
     }

@@ -58,8 +58,8 @@ bool takes_sums(const BackwardCall& c) {
 void convolve(const BackwardCall& c, const Tensor& d_convolved, BackwardResults& results) {
   if (c.only_read_pixels) {
     const Conv2dGeometry dense{{1, 1}, {0, 0}, {1, 1}, 1};
-    const Tensor pixels = pixels_of(c.input, strides_of(c.geometry));
-    results.input = call::input_gradient(d_convolved, pixels, c.weight, dense);
+    const Tensor rows = rows_like_pixels_of(c.input, strides_of(c.geometry));
+    results.input = call::input_gradient(d_convolved, rows, c.weight, dense);
     if (!c.needs[1]) return;
     results.weight = call::weight_gradient(d_convolved, c.input, c.weight, c.geometry);
     return;

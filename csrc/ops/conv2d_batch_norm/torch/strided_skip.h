@@ -35,6 +35,14 @@ inline Strides strides_of(const Conv2dGeometry& g) {
   return {g.stride.front().expect_int(), g.stride.back().expect_int()};
 }
 
+// A tensor with the shape and layout that these pixels have as rows of channels. Only dgrad takes it,
+// which reads no values of the input.
+inline Tensor rows_like_pixels_of(const Tensor& image, Strides strides) {
+  const int64_t c = image.size(1), h = ceil_div(image.size(2), strides[0]);
+  const int64_t w = ceil_div(image.size(3), strides[1]);
+  return image.as_strided({image.size(0), c, h, w}, {h * w * c, 1, w * c, c});
+}
+
 // A view of the pixels at multiples of the strides.
 inline Tensor pixels_of(const Tensor& image, Strides strides) {
   return image.slice(2, 0, std::nullopt, strides[0]).slice(3, 0, std::nullopt, strides[1]);
