@@ -197,6 +197,7 @@ def test_a_fused_op_is_held_against_the_native_chain():
     assert rows["native"]["agrees"]
 
 
+@pytest.mark.slow
 def test_compile_peer():
     record = runner(("native", "compile")).run([TINY])
     assert not record["failures"]

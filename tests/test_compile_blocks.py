@@ -195,12 +195,12 @@ HOW = {
 }
 
 
-# Checkpointed and swapped alone is between the others: left to the long run.
+# Checkpointed without fusing is left to the long run.
 @pytest.mark.parametrize(
     ("how", "checkpointed"),
     [
         pytest.param(
-            how, checkpointed, marks=[pytest.mark.slow] if how == "swap" and checkpointed else []
+            how, checkpointed, marks=[pytest.mark.slow] if how != "fuse" and checkpointed else []
         )
         for how in HOW
         for checkpointed in (False, True)

@@ -377,6 +377,8 @@ def test_passes_over_a_strided_graph_that_is_kept(strided):
     for _ in range(2):
         found = torch.autograd.grad([z, s], strided.inputs, **options)
         assert all(map(torch.equal, found, expected))
+        (of_weight,) = torch.autograd.grad([z, s], [strided.weights[1]], **options)
+        assert torch.equal(of_weight, found[3])
         # Of the shortcut alone, and of its own parameters alone: nothing is left for the next pass.
         torch.autograd.grad(s, [strided.residual], strided.ds, retain_graph=True)
         torch.autograd.grad(s, [strided.third], strided.ds, retain_graph=True)

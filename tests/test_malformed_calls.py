@@ -9,7 +9,7 @@ import pytest
 from malformed import Campaign, run_campaign, unexplained
 from malformed_calls import public_calls, raw_calls
 
-CALLS = int(os.environ.get("WARPWRIGHT_MALFORMED_CALLS", "300"))
+CALLS = int(os.environ.get("WARPWRIGHT_MALFORMED_CALLS", "200"))
 pytestmark = pytest.mark.timeout(7200)
 
 

@@ -170,10 +170,19 @@ def test_a_fused_block_is_compared_as_a_whole(report):
     norm["fused"] = cells(native - others + 1.5)
     assert advice.losses(report, report.ours)["block"] == pytest.approx(1.5)
     report.runs[2] = run("fused", 9.0)
+    assert not any(a.why.startswith("Leave") for a in advice.advice(report))  # within the noise
+    report.speedup_lo = report.speedup_hi = report.speedup
     (leave,) = (a for a in advice.advice(report) if a.why.startswith("Leave"))
     assert options_of(leave.code) == {"exclude": ["block"], "fuse": True}
     # Of the whole model the steps' times speak.
     report.swap["fusions"][0]["block"] = ""
+    assert advice.losses(report, report.ours) == {}
+
+
+def test_layers_that_ran_natives_kernels_are_not_advised(report):
+    assert advice.losses(report, report.ours)
+    for each in report.modules:
+        each["fused"]["own_share"] = 0.0
     assert advice.losses(report, report.ours) == {}
 
 
@@ -255,6 +264,49 @@ def test_a_record_and_a_profile(report, tmp_path, capsys):
     other.write_text("[]")
     assert warpwright_cli.main(["compare", path, str(other)]) == 2
     assert "record.json: expected the report.json of a profile" in capsys.readouterr().out
+
+
+def test_compare_of_folders_and_of_other_runs(report, tmp_path, capsys):
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        write(report, tmp_path / name / "report.json")
+    folders = [str(tmp_path / name) for name in ("before", "after")]
+    assert warpwright_cli.main(["compare", *folders]) == 0
+    assert "modules: of the run fused" in capsys.readouterr().out
+    alone = report.to_dict()
+    alone["runs"] = alone["runs"][:2]  # native and swapped, which the other profile has, too
+    (tmp_path / "after" / "report.json").write_text(json.dumps(alone))
+    warpwright_cli.main(["compare", *folders])
+    assert "modules: of the run swapped\n" in capsys.readouterr().out
+    alone["runs"] = alone["runs"][1:]
+    (tmp_path / "before" / "report.json").write_text(
+        json.dumps(report.to_dict() | {"runs": report.runs[2:]})
+    )
+    (tmp_path / "after" / "report.json").write_text(json.dumps(alone))
+    warpwright_cli.main(["compare", *folders])
+    assert "modules: of the run fused before and swapped after" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--html", "FOLDER"], "expected a file to write, got a folder"),
+        (["--impl", "native"], "--impl: expected records of bench, got two report.json"),
+    ],
+)
+def test_what_compare_refuses(report, tmp_path, capsys, options, says):
+    path = write(report, tmp_path / "a.json")
+    options = [str(tmp_path) if option == "FOLDER" else option for option in options]
+    assert warpwright_cli.main(["compare", path, path, *options]) == 2
+    assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_compare_of_other_json(tmp_path, capsys):
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    assert warpwright_cli.main(["compare", *[str(tmp_path / "a.json")] * 2]) == 2
+    assert "expected a record of bench --json, got another JSON object" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_a_cpu_row_is_not_above_its_floor():

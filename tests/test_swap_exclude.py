@@ -104,10 +104,10 @@ def test_a_name_without_a_module_is_an_error(exclude, message):
     ("exclude", "got"),
     [
         (3, "got int"),
-        ([nn.Linear(2, 2)], "got Linear"),
-        (nn.Linear(2, 2), "got Linear"),
+        ([nn.Linear(2, 2)], r"got a Linear itself \(its name is meant\)"),
+        (nn.Linear(2, 2), r"got a Linear itself \(its name is meant\)"),
         (["stem", int], "got the class int"),
-        (nn.Sequential(nn.ReLU()), "got Sequential"),
+        (nn.Sequential(nn.ReLU()), r"got a Sequential itself \(its name is meant\)"),
     ],
 )
 def test_other_kinds_are_an_error(exclude, got):

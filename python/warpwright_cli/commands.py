@@ -14,7 +14,10 @@ import click
 from .kinds import FILE, FOLDER, Names, Positive
 from .names import PEERS, RUNS, SUITES
 
-SPEC = "SHAPE[:DTYPE[:HIGH]], e.g. 8x3x224x224, 8x1024:int64:50257"
+SPEC = "SHAPE[:DTYPE[:HIGH]], random integers below HIGH, e.g. 8x3x224x224, 8x1024:int64:50257."
+LABELS = (
+    "Likewise, e.g. 64:int64:1000: labels of 1000 classes. Without it: the output's mean square."
+)
 
 
 def version() -> str:
@@ -185,7 +188,7 @@ def overhead(options: SimpleNamespace) -> int:
     """,
     click.argument("what", metavar="SCRIPT_OR_MODULE:FACTORY"),
     click.option("--input", multiple=True, metavar="SPEC", help=SPEC),
-    click.option("--target", metavar="SPEC", help=SPEC),
+    click.option("--target", metavar="SPEC", help=LABELS),
     click.option(
         "--arg", multiple=True, metavar="NAME=VALUE", help="Keyword argument for the factory."
     ),

@@ -9,9 +9,9 @@
 // more, and batch norm's backward reads 2E and writes E: 4E in place of 6E. For 16-bit rows of
 // channels on sm_90a.
 //
-// A strided 1x1 convolution in the shortcut reads the pixels at multiples of its strides alone. Their
-// gradient is addend enough: with strides of 2 the kernel reads E / 4 of it, and nobody writes E of
-// zeros around it.
+// A strided 1x1 convolution in the shortcut reads the pixels at multiples of its strides alone.
+// Their gradient is addend enough: with strides of 2 the kernel reads E / 4 of it, and nobody
+// writes E of zeros around it.
 #pragma once
 
 #include "ops/conv2d_batch_norm/conv2d_batch_norm.h"
@@ -22,10 +22,10 @@ struct GatedDgradParams {
   Conv2dBackwardParams conv;  // grad_output, weight, addend; grad_input gets the gated gradient
   // The addend has the pixels of grad_input at multiples of these, (h, w). The others get nothing.
   int64_t addend_stride[2] = {1, 1};
-  const void* norm_input;     // x, laid out like grad_input
-  const void* mask;           // of the relu, batch_norm_mask_bytes()
-  const void* mean;           // (channels), float
-  void* sums;                 // (channels, 2), float
+  const void* norm_input;  // x, laid out like grad_input
+  const void* mask;        // of the relu, batch_norm_mask_bytes()
+  const void* mean;        // (channels), float
+  void* sums;              // (channels, 2), float
 };
 
 struct GatedDgradPlan {

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..profile import compare as profile
-from .records import KEY, grouped, load_records, native_ratio
+from .records import KEY, grouped, load_records, native_ratio, require_writable
 
 # Header fields whose differences a reader must know before comparing.
 CONDITIONS = ("gpu", "driver", "torch", "cuda", "cudnn")
@@ -65,24 +65,34 @@ def conditions(a: dict[str, Any], b: dict[str, Any]) -> str:
     return ", ".join(found)
 
 
+def _file_of(path: Path) -> Path:
+    """The report in a folder that `profile --out` made, or the file itself."""
+    return path / "report.json" if path.is_dir() else path
+
+
 def main(options: SimpleNamespace) -> int:
     """Prints the rows that differ; 1 if there are any, 2 if nothing can be compared."""
     console = Console()
-    profiles = [profile.load(path) for path in (options.before, options.after)]
-    if profiles.count(None) == 1:
-        path = (options.before, options.after)[profiles.index(None)]
-        expected = "expected the report.json of a profile, as the other file"
-        why = expected if Path(path).exists() else "no such file"
-        console.print(Text(f"{path}: {why}", "red"), soft_wrap=True)
-        return 2
-    if profiles[0] is not None and profiles[1] is not None:
-        return profile.compare(
-            profiles[0], profiles[1], options.tolerance, options.above, options.html, console
-        )
+    paths = [_file_of(path) for path in (options.before, options.after)]
+    profiles = [profile.load(path) for path in paths]
     try:
+        if profiles.count(None) == 1:
+            path = paths[profiles.index(None)]
+            expected = "expected the report.json of a profile, as the other file"
+            raise ValueError(f"{path}: {expected if path.exists() else 'no such file'}")
+        if profiles[0] is not None and profiles[1] is not None:
+            if options.impl is not None:
+                raise ValueError(
+                    "--impl: expected records of bench, got two report.json of profile"
+                )
+            if options.html is not None:
+                require_writable(options.html)
+            return profile.compare(
+                profiles[0], profiles[1], options.tolerance, options.above, options.html, console
+            )
         if options.html is not None:
             raise ValueError("--html: expected two report.json of profile, got records of bench")
-        before, after = load_records(options.before), load_records(options.after)
+        before, after = (load_records(path) for path in paths)
     except (OSError, ValueError) as error:
         console.print(Text(str(error), style="red"), soft_wrap=True)
         return 2

@@ -184,6 +184,8 @@ def load_records(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: expected a record of bench --json, got a JSON {type(record).__name__}"
         )
+    if not {"schema", "rows"} & record.keys():
+        raise ValueError(f"{path}: expected a record of bench --json, got another JSON object")
     validate(record, str(path))
     return record
 

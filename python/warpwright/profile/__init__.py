@@ -96,6 +96,8 @@ def profile(
             where,
             *running.check_modules(workload, "fused" in names),
         )
+        if workload.trains and workload.loss is None and step is None:
+            report.notes.append("loss: the mean square of the output; a target gives cross entropy")
         if report.ours is not None:
             report.layouts = running.time_layouts(workload, report.ours["name"], seconds)
     if folder is not None:

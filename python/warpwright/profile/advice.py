@@ -48,6 +48,7 @@ def losses(report: ProfileReport, ours: Row | None) -> dict[str, float]:
         return {}
     blocks = _fused_blocks(report, ours)
     times: dict[str, list[float]] = {}
+    ran_ours: set[str] = set()  # the others ran native's kernels in both runs
     for row in report.modules:
         name = _block_of(row["module"], blocks)
         if name is None and row.get("swap") == "swapped":
@@ -55,10 +56,12 @@ def losses(report: ProfileReport, ours: Row | None) -> dict[str, float]:
         if name:  # the whole model's time is the step's
             for i, run in enumerate(("native", ours["name"])):
                 times.setdefault(name, [0.0, 0.0])[i] += row[run]["ms"] or 0.0
+            if row[ours["name"]].get("own_share") != 0:
+                ran_ours.add(name)
     found = {
         name: mine - native
         for name, (native, mine) in times.items()
-        if native and mine > SLOWER * native
+        if native and mine > SLOWER * native and name in ran_ours
     }
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -79,7 +82,7 @@ def _native_layers(report: ProfileReport, ours: Row | None) -> list[Advice]:
     slower, native = losses(report, ours), report.run("native")
     if ours is None or native is None or not (ours["steady"] and native["steady"]):
         return []
-    if sum(slower.values()) < WORTH * ours["ms"]:
+    if sum(slower.values()) < max(WORTH, _noise(report)) * ours["ms"]:
         return []
     names = list(slower)[:MOST]
     saved = sum(slower[name] for name in names)
@@ -102,6 +105,14 @@ def _native_layers(report: ProfileReport, ours: Row | None) -> list[Advice]:
     return [Advice(f"Leave {count} swapped {what} native: slower than native here.", code, -saved)]
 
 
+def _noise(report: ProfileReport) -> float:
+    """Half the width of the speed-up's interval, as a share of the step."""
+    bounds = report.speedup_lo, report.speedup_hi
+    if not report.speedup or None in bounds:
+        return 0.0
+    return (report.speedup_hi - report.speedup_lo) / (2 * report.speedup)  # type: ignore[operator]
+
+
 def _fusion(report: ProfileReport) -> list[Advice]:
     fused, swapped = report.run("fused"), report.run("swapped")
     if not fused or not swapped or fused["ms"] is None or swapped["ms"] is None:
@@ -109,7 +120,7 @@ def _fusion(report: ProfileReport) -> list[Advice]:
     if not (fused["steady"] and swapped["steady"]):
         return []
     change = fused["ms"] - swapped["ms"]
-    if abs(change) < FASTER * swapped["ms"]:
+    if abs(change) < max(FASTER, _noise(report)) * swapped["ms"]:
         return []
     if change < 0:
         return [
@@ -136,7 +147,8 @@ def _layout(report: ProfileReport) -> list[Advice]:
     if report.layouts is None:
         return [Advice(sentence, TO_CHANNELS_LAST) for sentence in report.swap["advice"]]
     before, after = report.layouts
-    if after > (1 - FASTER) * before:
+    steady = report.ours is not None and report.ours["steady"]
+    if not steady or after > (1 - max(FASTER, _noise(report))) * before:
         return []
     return [
         Advice("Bring the model and its images to channels_last.", TO_CHANNELS_LAST, after - before)

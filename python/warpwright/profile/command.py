@@ -28,7 +28,7 @@ DTYPES = {
     "int64": torch.int64,
     "int32": torch.int32,
 }
-SPEC = "SHAPE[:DTYPE[:HIGH]], e.g. 8x3x224x224, 8x1024:int64:50257"
+SPEC = "SHAPE[:DTYPE[:HIGH]], integers below HIGH, e.g. 8x3x224x224, 8x1024:int64:50257"
 
 
 def load(what: str) -> Any:
@@ -154,7 +154,10 @@ def main(options: SimpleNamespace) -> int:
         require_device(device)
         require_writable(options.out / "report.html")
         arguments = arguments_of(load(options.what), options, device)
-        require_step(options.what, arguments)
+        hint = ""
+        if options.target is not None:
+            hint = "; --target of class labels: BATCH:int64:CLASSES, e.g. 64:int64:1000"
+        require_step(options.what, arguments, hint)
         with console.status("profiling"):
             report = profile(
                 **arguments,

@@ -27,10 +27,21 @@ def load(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def our_run(report: dict[str, Any]) -> str:
-    """The run that a profile compares with native; native if that alone was profiled."""
-    names = {run["name"] for run in report["runs"] if run["ms"] is not None}
-    return next((name for name in OURS if name in names), "native")
+def compared_runs(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, str]:
+    """The run of each profile whose modules are compared: the same one, if both have one.
+
+    Of several the one that a profile's headline is about; native if nothing else was profiled.
+    """
+
+    def first(names: set[str]) -> str:
+        return next((name for name in OURS if name in names), "native")
+
+    old, new = (
+        {run["name"] for run in report["runs"] if run["ms"] is not None}
+        for report in (before, after)
+    )
+    ours = first(old & new)
+    return (ours, ours) if ours in old & new else (first(old), first(new))
 
 
 def steps(before: dict[str, Any], after: dict[str, Any]) -> list[Row]:
@@ -48,8 +59,8 @@ def changes(before: dict[str, Any], after: dict[str, Any], above: float) -> list
     Modules are compared by name; one that is missing on a side takes no time there.
     """
     times: dict[tuple[str, str], dict[str, float]] = {}
-    for side, report in (("before", before), ("after", after)):
-        run = our_run(report)
+    runs = compared_runs(before, after)
+    for side, report, run in zip(("before", "after"), (before, after), runs, strict=True):
         for row in report["modules"]:
             cells = times.setdefault((row["module"], row["op"]), {"before": 0.0, "after": 0.0})
             cells[side] += row[run]["ms"] or 0.0
@@ -92,7 +103,7 @@ def page(before: dict[str, Any], after: dict[str, Any], rows: list[Row], toleran
             title=f"{after['title']}: two profiles compared",
             before=before,
             after=after,
-            names=(our_run(before), our_run(after)),
+            names=compared_runs(before, after),
             steps=steps(before, after),
             rows=[
                 row | {"relative": relative(row), "differs": differs(row, tolerance)}
@@ -118,6 +129,8 @@ def compare(
     for row in steps(before, after):
         shown = [f"{row[k]:.3f}" if row[k] is not None else "-" for k in ("before", "after")]
         console.print(f"{row['run']}: {shown[0]} ms per step before, {shown[1]} after")
+    old, new = compared_runs(before, after)
+    console.print(f"modules: of the run {old}" + ("" if old == new else f" before and {new} after"))
     rows = changes(before, after, above)
     if not rows:
         console.print(f"[red]no module of at least {above} ms is in a record[/]")

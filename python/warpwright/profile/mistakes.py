@@ -8,8 +8,10 @@ from .._user_errors import module_of, sentence
 from .runs import Workload
 
 
-def require_step(what: str, arguments: dict[str, Any]) -> None:
+def require_step(what: str, arguments: dict[str, Any], hint: str = "") -> None:
     """Runs one native step, so that a model's own error is a sentence and no measurement is in vain.
+
+    ``hint``: what the error says last.
 
     Raises:
         ValueError: says what the step raised, and in which module.
@@ -26,5 +28,5 @@ def require_step(what: str, arguments: dict[str, Any]) -> None:
             workload.run(workload.model)
     except Exception as error:
         raise ValueError(
-            f"{what}: a native step raises {sentence(error)}{module_of(error, workload.model)}"
+            f"{what}: a native step raises {sentence(error)}{module_of(error, workload.model)}{hint}"
         ) from error

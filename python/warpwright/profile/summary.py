@@ -252,7 +252,7 @@ def describe_bound(bound: dict[str, float]) -> str:
     if not bound:
         return "not measured"
     words = {
-        "launch": "launches and the host: the device waits",
+        "launch": "launches and the host, while no kernel runs",
         "memory": "memory traffic",
         "compute": "matrix products",
         "other": "ops without a kernel of warpwright's",

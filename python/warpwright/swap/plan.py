@@ -149,7 +149,8 @@ def plan_swap(
 
 def check_is_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model: expected a torch.nn.Module, got {got}")
 
 
 def _look_up(module: nn.Module) -> str:

@@ -257,4 +257,6 @@ def nothing_to_swap(report: SwapReport) -> str:
     for e in report.left:
         counts[f"{e.type}: {e.reason}"] = counts.get(f"{e.type}: {e.reason}", 0) + 1
     listed = "; ".join(f"{n} x {what}" for what, n in list(counts.items())[:5])
-    return f"warpwright.swap: nothing to swap ({listed})"
+    again = any(e.reason == IS_OURS for e in report.left)
+    way_out = "; call warpwright.unswap(model) before other options" if again else ""
+    return f"warpwright.swap: nothing to swap ({listed}){way_out}"

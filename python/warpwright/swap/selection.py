@@ -55,8 +55,10 @@ def _excluded(model: nn.Module, exclude: Exclude) -> dict[nn.Module, str]:
                 for inner in module.modules():
                     found.setdefault(inner, shown)
     for each in sorted(unused):
-        near = get_close_matches(each, names, n=3) or names[1:4]
-        listed = f"; near it: {', '.join(map(repr, near))}" if near else ""
+        near = get_close_matches(each, names, n=3)
+        listed = ", ".join(map(repr, near or names[1:4]))
+        if listed:
+            listed = f"; {'near it' if near else 'the model has, for example'}: {listed}"
         raise ValueError(
             f"exclude: expected names or globs of model.named_modules(), got {each!r}, which matches none"
             + listed
@@ -69,7 +71,9 @@ def _checked(exclude: Any) -> list[str | type[nn.Module]]:
     expected = "exclude: expected names, globs or subclasses of torch.nn.Module"
     if isinstance(exclude, str | type):
         exclude = [exclude]
-    elif isinstance(exclude, nn.Module) or not isinstance(exclude, Iterable):
+    elif isinstance(exclude, nn.Module):  # a Sequential is iterable
+        exclude = (exclude,)
+    elif not isinstance(exclude, Iterable):
         raise TypeError(f"{expected}, got {type(exclude).__name__}")
     wanted = list(exclude)
     for each in wanted:
@@ -77,5 +81,7 @@ def _checked(exclude: Any) -> list[str | type[nn.Module]]:
             isinstance(each, type) and issubclass(each, nn.Module)
         ):
             got = f"the class {each.__name__}" if isinstance(each, type) else type(each).__name__
+            if isinstance(each, nn.Module):
+                got = f"a {got} itself (its name is meant)"
             raise TypeError(f"{expected}, got {got}")
     return wanted

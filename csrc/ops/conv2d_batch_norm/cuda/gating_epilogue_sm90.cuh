@@ -1,13 +1,12 @@
 // The Store (gemm/kernel_sm90.cuh) of gated_dgrad.h: D = gate(A B^T + addend), and the sums of D
 // and of D * (x - mean) per column.
 //
-// A warpgroup's part of the addend and of x arrives in buffers, from before the mainloop on: x by TMA,
-// and the addend as AddendBoxes or AddendPixels say.
-// The epilogue adds the accumulators to the addend, clears what the relu did not pass, and writes D
-// in the addend's place, from where TMA stores it. Each warp then reads its 16 rows of D and of x,
-// and a lane sums two columns of each 64. The sums are those of the rounded values. CTAs take the
-// tiles of a row of tiles one after the other, and the sums stay in registers, as in
-// tile/column_moments_sm90.cuh.
+// A warpgroup's part of the addend and of x arrives in buffers, from before the mainloop on: x by
+// TMA, and the addend as AddendBoxes or AddendPixels say. The epilogue adds the accumulators to the
+// addend, clears what the relu did not pass, and writes D in the addend's place, from where TMA
+// stores it. Each warp then reads its 16 rows of D and of x, and a lane sums two columns of
+// each 64. The sums are those of the rounded values. CTAs take the tiles of a row of tiles one
+// after the other, and the sums stay in registers, as in tile/column_moments_sm90.cuh.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +33,8 @@ struct AddendBoxes {
 struct AddendPixels {
   static constexpr bool kIsMatrix = false;
 
-  const void* pixels;               // (images, height, width, pitch of D)
-  FastDivmod by_w, by_hw;           // rows of D, per row of an image and per image
+  const void* pixels;      // (images, height, width, pitch of D)
+  FastDivmod by_w, by_hw;  // rows of D, per row of an image and per image
   FastDivmod by_stride_h, by_stride_w;
   int height, width;
 
@@ -108,7 +107,8 @@ struct GatingEpilogue : WithoutBias<EpilogueSm90<T>> {
     parity ^= 1;
     if (threadIdx.x % 128 == 0) load_boxes(output, first_row, first_col);
     if constexpr (!Addend::kIsMatrix) {
-      named_barrier_sync(this->barrier, 128);  // thread 0 has waited for the stores from the buffers
+      named_barrier_sync(this->barrier,
+                         128);  // thread 0 has waited for the stores from the buffers
       load_pixels(output, first_row, first_col);
     }
 #pragma unroll

@@ -59,11 +59,11 @@ struct Conv2dBatchNormBackward {
     } else {
       const auto gate = call.skip.defined() ? gate_before(call) : nullptr;
       if (!gate) widen_skip(call);  // no other kernel adds the pixels alone
-      SkipPixels* const reader = reader_of_pixels(call);
-      call.only_read_pixels = reader != nullptr;
+      SkipPixels* const place = place_for_pixels(call);
+      call.only_read_pixels = place != nullptr;
       results = is_traced(grad_output) ? dispatch_backward(call) : backward_of(call);
       if (gate && results.gate_sums.defined()) gate->leave(results.input, results.gate_sums);
-      if (reader) results.input = leave_pixels(*reader, results.input, call);
+      if (place) results.input = leave_pixels(*place, results.input, call);
     }
     // The batch's mean takes the convolution's bias away: what a batch norm returns sums to zero.
     if (needs[2] && !d_bias.defined()) {
@@ -89,6 +89,7 @@ struct Conv2dBatchNormBackward {
     return {results, d_bias};
   }
 
+  // Gives every pixel a gradient.
   static void widen_skip(BackwardCall& call) {
     call.skip = call.whole_skip();
     call.skip_strides = {1, 1};
@@ -98,7 +99,7 @@ struct Conv2dBatchNormBackward {
   static void take_pixels(SkipPixels& from, BackwardCall& call) {
     if (call.skip.defined() && call.skip._is_zerotensor()) call.skip = Tensor();
     const auto left = from.take();
-    if (!left) return;
+    if (!left || !call.needs[0]) return;
     const Tensor others = std::exchange(call.skip, left->pixels);
     call.skip_strides = left->strides;
     if (!others.defined()) return;
@@ -106,16 +107,16 @@ struct Conv2dBatchNormBackward {
     call.skip = call.skip + others;
   }
 
-  // Where the running node may leave the gradient of the pixels that it reads, or null: at a node
-  // that can add them while it gates.
-  static SkipPixels* reader_of_pixels(const BackwardCall& call) {
+  // Where the running node may leave the gradient of the pixels that it reads, or null. The node
+  // that owns the place can add them while it gates.
+  static SkipPixels* place_for_pixels(const BackwardCall& call) {
     const auto node = torch::autograd::get_current_node();
     if (!node || !call.needs[0] || call.skip.defined() || !skips_pixels(call)) return nullptr;
     const auto& edge = node->next_edge(0);
     auto* writer = dynamic_cast<OpNode<Conv2dBatchNormBackward>*>(edge.function.get());
     if (writer == nullptr || edge.input_nr != kConv2dBatchNormNode.outputs) return nullptr;
-    const bool is_alone = is_unseen(*node, *writer, /*traced=*/false) &&
-                          !torch::autograd::AnomalyMode::is_enabled();
+    const bool is_alone =
+        is_unseen(*node, *writer, /*traced=*/false) && !torch::autograd::AnomalyMode::is_enabled();
     if (!is_alone || writer->stream() != node->stream()) return nullptr;
     const auto& before = writer->next_edge(0);
     auto* gating = dynamic_cast<OpNode<Conv2dBatchNormBackward>*>(before.function.get());
@@ -133,10 +134,10 @@ struct Conv2dBatchNormBackward {
     return (h > 1 || w > 1) && h <= call.input.size(2) && w <= call.input.size(3);
   }
 
-  // The gradient to hand on.
-  static Tensor leave_pixels(SkipPixels& reader, const Tensor& pixels, const BackwardCall& call) {
+  // The gradient that autograd gets.
+  static Tensor leave_pixels(SkipPixels& place, const Tensor& pixels, const BackwardCall& call) {
     const Strides strides = strides_of(call.geometry);
-    if (reader.leave(pixels, strides)) return zeros_without_memory(call.input);
+    if (place.leave(pixels, strides)) return zeros_without_memory(call.input);
     return with_zeros_between(pixels, strides, call.input);
   }
 

@@ -25,7 +25,8 @@ struct GatedGradient {
 
 // Whether a kernel computes both. The values may be traced.
 bool has_gated_kernel(const GatedCall& call);
-// The same for `input` in memory, read by a 1x1 convolution with `k` outputs, stride 1 and no padding.
+// The same for `input` in memory, read by a 1x1 convolution with `k` outputs, stride 1 and no
+// padding.
 bool has_gated_kernel(const Tensor& input, int64_t k);
 
 // None if no kernel computes both.

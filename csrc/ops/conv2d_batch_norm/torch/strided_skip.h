@@ -1,5 +1,5 @@
-// Shortcuts whose first layer is a strided 1x1 convolution with a batch norm. It reads the pixels of
-// x at multiples of its strides alone. Autograd would hand on the gradient of all of x, three
+// Shortcuts whose first layer is a strided 1x1 convolution with a batch norm. It reads the pixels
+// of x at multiples of its strides alone. Autograd would hand on the gradient of all of x, three
 // quarters of it zeros with strides of 2. The shortcut's node leaves the gradient of its pixels at
 // the node whose skip (torch/skip.h) it reads, and returns zeros without memory. That node runs
 // later in the same backward pass, and adds what was left to the gradient that it gets.
@@ -35,8 +35,8 @@ inline Strides strides_of(const Conv2dGeometry& g) {
   return {g.stride.front().expect_int(), g.stride.back().expect_int()};
 }
 
-// A tensor with the shape and layout that these pixels have as rows of channels. Only dgrad takes it,
-// which reads no values of the input.
+// A tensor with the shape and layout that these pixels have as rows of channels. Only dgrad takes
+// it, which reads no values of the input.
 inline Tensor rows_like_pixels_of(const Tensor& image, Strides strides) {
   const int64_t c = image.size(1), h = ceil_div(image.size(2), strides[0]);
   const int64_t w = ceil_div(image.size(3), strides[1]);
