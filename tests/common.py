@@ -238,6 +238,28 @@ def assert_compiles_with_running_stats(step, leaves, fmt, dynamic):
         torch.testing.assert_close(results[1], results[0])
 
 
+def assert_transforms_agree_under_autocast(functions, leaves, device):
+    """Tangents, gradients and a batch of ours and native's, of three operands in float32."""
+    inputs = tuple(t.detach() for t in leaves)
+    directions = tuple(torch.ones_like(t) for t in inputs)
+    tangents, grads, batched = [], [], []
+    for function in functions:
+
+        def run(*a, function=function):
+            with torch.autocast(device, torch.bfloat16):
+                return function(*a)
+
+        tangents.append(torch.func.jvp(run, inputs, directions)[1])
+        grads.append(torch.func.grad(lambda *a: run(*a).float().sum(), (0, 1, 2))(*inputs))
+        batched.append(torch.vmap(run, (0, None, None))(torch.stack([inputs[0]] * 2), *inputs[1:]))
+    for ours, native in (tangents, batched):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - native).norm() <= 0.02 * native.norm()
+    for ours, native in zip(*grads, strict=True):
+        assert ours.dtype == native.dtype == torch.float32
+        assert (ours - native).norm() <= 0.02 * native.norm()
+
+
 def assert_trains_with_a_grad_scaler(model, x):
     """Of float16 under autocast: the loss falls, and no gradient overflows."""
     kind = x.device.type

@@ -5,7 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from common import assert_trains_with_a_grad_scaler, opcheck, subsets
+from common import (
+    assert_trains_with_a_grad_scaler,
+    assert_transforms_agree_under_autocast,
+    opcheck,
+    subsets,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -314,24 +319,7 @@ def test_second_derivatives(device, form):
 
 @forms
 def test_forward_mode_and_transforms(device, form):
-    inputs = [t.detach() for t in operands(device)]
-    directions = tuple(torch.ones_like(t) for t in inputs)
-    tangents, grads, batched = [], [], []
-    for function in FORMS[form]:
-
-        def run(*a, function=function):
-            with torch.autocast(device, torch.bfloat16):
-                return function(*a)
-
-        tangents.append(torch.func.jvp(run, tuple(inputs), directions)[1])
-        grads.append(torch.func.grad(lambda *a: run(*a).float().sum(), (0, 1, 2))(*inputs))
-        batched.append(torch.vmap(run, (0, None, None))(torch.stack([inputs[0]] * 2), *inputs[1:]))
-    for ours, native in (tangents, batched):
-        assert ours.dtype == torch.bfloat16
-        assert (ours - native).norm() <= 0.02 * native.norm()
-    for ours, native in zip(*grads, strict=True):
-        assert ours.dtype == native.dtype == torch.float32
-        assert (ours - native).norm() <= 0.02 * native.norm()
+    assert_transforms_agree_under_autocast(FORMS[form], operands(device), device)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

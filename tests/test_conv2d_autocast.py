@@ -6,6 +6,7 @@ import pytest
 import torch
 from common import (
     assert_trains_with_a_grad_scaler,
+    assert_transforms_agree_under_autocast,
     opcheck,
     small_resnet,
     subsets,
@@ -284,24 +285,8 @@ def test_second_derivatives(device, activation):
 
 def test_forward_mode_and_transforms(device):
     leaves, window = operands("3x3", device)
-    inputs = tuple(t.detach() for t in leaves)
-    directions = tuple(torch.ones_like(t) for t in inputs)
-    tangents, grads, batched = [], [], []
-    for function in (ops.conv2d, torch.conv2d):
-
-        def run(*a, function=function):
-            with torch.autocast(device, torch.bfloat16):
-                return function(*a, *window)
-
-        tangents.append(torch.func.jvp(run, inputs, directions)[1])
-        grads.append(torch.func.grad(lambda *a: run(*a).float().sum(), (0, 1, 2))(*inputs))
-        batched.append(torch.vmap(run, (0, None, None))(torch.stack([inputs[0]] * 2), *inputs[1:]))
-    for ours, native in (tangents, batched):
-        assert ours.dtype == torch.bfloat16
-        assert (ours - native).norm() <= 0.02 * native.norm()
-    for ours, native in zip(*grads, strict=True):
-        assert ours.dtype == native.dtype == torch.float32
-        assert (ours - native).norm() <= 0.02 * native.norm()
+    functions = [lambda *a, f=f: f(*a, *window) for f in (ops.conv2d, torch.conv2d)]
+    assert_transforms_agree_under_autocast(functions, leaves, device)
 
 
 def test_gradients_per_sample(device):
