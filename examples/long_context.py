@@ -133,6 +133,7 @@ def main() -> None:
         local = (1, options.width // HEAD_DIM, options.tokens // ranks, HEAD_DIM)
         q = torch.empty(local, dtype=torch.bfloat16 if options.bf16 else None, device="meta")
         k = q[:, :1].expand(-1, options.kv_heads, -1, -1)
+        print("Predicted for H200s, wherever this runs:")
         print(warpwright.explain("ring_attention", q, k, k, ranks=ranks, is_causal=True))
     loss, seconds = train(options, mesh, shared=True)
     if first:

@@ -179,7 +179,8 @@ def train(stages: list[Stage], images: Tensor, labels: Tensor, batch: int, steps
 def report(network: str, stages: list[Stage], batch: int) -> bool:
     """Prints the table; whether every stage learnt what native learnt."""
     native = stages[0]
-    print(f"\n{network}, batch {batch}, {len(native.losses)} steps on {platform()}")
+    timed = f"{len(native.losses)} steps, the last {len(native.losses) - WARM_UP} timed"
+    print(f"\n{network}, batch {batch}, {timed}, on {platform()}")
     print(f"{'stage':22} {'ms/step':>8} {'native/this':>12} {'last loss':>10} {'off native':>11}")
     agrees = True
     for stage in stages:

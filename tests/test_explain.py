@@ -54,10 +54,16 @@ def test_max_pool2d_layouts():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"op: got 'mish', expected one of conv2d, "):
+    with pytest.raises(
+        ValueError, match=r"op: got 'mish', expected a function of .*, one of conv2d, "
+    ):
         explain("mish", torch.ones(1))
-    with pytest.raises(TypeError, match="missing a required argument: 'weight'"):
+    with pytest.raises(ValueError, match=r"op: got 'rleu', .*, near it: 'relu'"):
+        explain("rleu", torch.ones(1))
+    with pytest.raises(TypeError, match="linear: missing a required argument: 'weight'"):
         explain("linear", torch.ones(1))
+    with pytest.raises(TypeError, match=r"op: expected the name of a function, got a Linear: "):
+        explain(torch.nn.Linear(1, 1), torch.ones(1))
     with pytest.raises(TypeError, match="relu: expected a tensor first, got int"):
         explain("relu", 3)
 

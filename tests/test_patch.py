@@ -143,6 +143,8 @@ def test_ops_and_nesting(device, calls):
     assert calls == ["max_pool2d", "relu", "max_pool2d", "relu"]
     with pytest.raises(ValueError, match=r"ops: expected names out of .*; got 'mish'"):
         patch(ops=["mish"])
+    with pytest.raises(TypeError, match=r"ops: expected names of ops, got a ReLU; swap\(\)"):
+        patch(nn.ReLU())
 
 
 def test_one_mode_twice(device, calls):

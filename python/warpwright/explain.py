@@ -9,7 +9,7 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import _C, _explain_cpu, _explain_images, functional
 from ._arch import why_no_kernel
@@ -46,8 +46,14 @@ def explain(
         A line for the call, then a line per kernel: its role, what it takes, and why.
     Raises:
         ValueError: the op or the device is unknown.
-        TypeError: the function does not take these arguments, or the first one is no tensor.
+        TypeError: the function does not take these arguments, the first one is no tensor, or ``op``
+            is a module.
     """
+    if isinstance(op, nn.Module):
+        raise TypeError(
+            f"op: expected the name of a function, got a {type(op).__name__}: name its function and "
+            "pass its tensors, as in explain('conv2d', input, layer.weight)"
+        )
     name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
     name = VARIANTS.get(name, name)
     if name == "ring_attention":
@@ -56,9 +62,12 @@ def explain(
         return explain_call(*args, **kwargs)
     if name not in EXPLAINERS:
         near = ", ".join(map(repr, difflib.get_close_matches(name, EXPLAINERS)))
-        hint = f" (near it: {near})" if near else ""
-        raise ValueError(f"op: got {name!r}{hint}, expected one of {', '.join(EXPLAINERS)}")
-    bound = inspect.signature(getattr(functional, name)).bind(*args, **kwargs)
+        known = f"near it: {near}" if near else f"one of {', '.join(EXPLAINERS)}"
+        raise ValueError(f"op: got {name!r}, expected a function of warpwright.functional, {known}")
+    try:
+        bound = inspect.signature(getattr(functional, name)).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
     bound.apply_defaults()
     arguments = bound.arguments
     main = next(iter(arguments.values()))

@@ -113,9 +113,13 @@ def arguments_of(factory: Any, options: SimpleNamespace, device: str) -> dict[st
     elif isinstance(made, dict):
         found = dict(made)
         if not isinstance(found.get("model"), nn.Module):
+            got = (
+                type(found["model"]).__name__
+                if "model" in found
+                else f"the keys {', '.join(found)}"
+            )
             raise ValueError(
-                f"{options.what}: the dict's model: expected a torch.nn.Module, got "
-                f"{type(found.get('model')).__name__}"
+                f"{options.what}: the dict's model: expected a torch.nn.Module, got {got}"
             )
     elif isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
         found = dict(zip(("model", "inputs", "target"), made, strict=False))

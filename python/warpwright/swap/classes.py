@@ -62,6 +62,11 @@ def check_ops(ops: Iterable[str] | None, known: Iterable[str]) -> frozenset[str]
     known = tuple(known)
     if ops is None:
         return frozenset(known)
+    if isinstance(ops, nn.Module):  # a Sequential is iterable
+        got = type(ops).__name__
+        raise TypeError(
+            f"ops: expected names of ops, got a {got}; swap() takes the model, patch() none"
+        )
     wanted = [ops] if isinstance(ops, str) else list(ops)
     for op in wanted:
         if op not in known:
