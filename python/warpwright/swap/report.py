@@ -178,12 +178,13 @@ class SwapReport:
 
 
 def _reasons(entries: list[SwapEntry]) -> Iterator[str]:
-    """Of each entry its note or reason; of a further entry of the same module its op."""
+    """Of each entry how it was swapped, or why not; of a further one of the same module its op."""
     seen = set()
     for entry in entries:
         again = entry.name in seen
         seen.add(entry.name)
-        yield entry.note or entry.reason or (entry.op if again and entry.op else "")
+        why = (entry.note, entry.reason) if entry.swapped else (entry.reason, entry.note)
+        yield why[0] or why[1] or (entry.op if again and entry.op else "")
 
 
 def _is_apart(reason: str) -> bool:
