@@ -213,6 +213,19 @@ def test_headline(report, monkeypatch, lo, hi, says):
     assert f"fused {says} than native" in page.render(report)
 
 
+def test_waterfall_keeps_the_sign_of_each_change(report):
+    """The profiler slows native's ops alone beyond the step: ours are scaled like them."""
+    for each in report.ops:
+        each["native"]["ms"] = (each["native"]["ms"] or 0.0) * 4
+    _, steps, _ = page.waterfall_steps(report)
+    differences = {
+        each["op"]: (each["fused"]["ms"] or 0.0) - each["native"]["ms"] for each in report.ops
+    }
+    compared = [(change, differences[op]) for op, change in steps if op in differences]
+    assert compared
+    assert all(change * difference >= 0 for change, difference in compared)
+
+
 def test_waterfall_stays_inside_of_the_step(report):
     """Op times of a profiler that slows the CPU are scaled to the step."""
     for each in report.ops:

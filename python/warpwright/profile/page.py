@@ -47,21 +47,20 @@ def _top_ops(report: ProfileReport) -> list[Row]:
 def waterfall_steps(report: ProfileReport) -> tuple[float, list[tuple[str, float]], float]:
     """Native's step, what each op adds or takes away (ms), and our step; they add up.
 
-    The profiler slows a CPU: if a run's ops take longer than its step, their times are scaled to it.
+    The profiler slows a CPU: if a run's ops take longer than its step, those of both runs are scaled
+    by the same factor, so that each change keeps its sign.
     """
     ours, native = report.ours, report.run("native")
     assert ours is not None
     assert native is not None
     rows = _top_ops(report)
-    scale = {}
-    for run in (ours, native):
-        total = sum(row[run["name"]]["ms"] or 0.0 for row in rows)
-        scale[run["name"]] = min(1.0, run["ms"] / total) if total else 1.0
 
     def part(row: Row, run: Row) -> float:
-        return float((row[run["name"]]["ms"] or 0.0) * scale[run["name"]])
+        return float(row[run["name"]]["ms"] or 0.0)
 
-    changes = [(row["op"], part(row, ours) - part(row, native)) for row in rows]
+    totals = [(run["ms"], sum(part(row, run) for row in rows)) for run in (ours, native)]
+    scale = min([1.0, *(step / total for step, total in totals if total)])
+    changes = [(row["op"], scale * (part(row, ours) - part(row, native))) for row in rows]
     idle = (ours["ms"] - native["ms"]) - sum(change for _, change in changes)
     small = [c for c in changes if abs(c[1]) < SMALL * native["ms"]]
     if len(small) > 1:
@@ -205,7 +204,8 @@ def pictures(report: ProfileReport) -> dict[str, tuple[looks.Draw, str, str]]:
         found["waterfall"] = (
             lambda s: waterfall(report, s),
             "Waterfall from the native step time to ours, by op",
-            "“Waiting and host” is what the step takes beyond its ops: launches, Python, synchronisation.",
+            "“Waiting and host” is what the step takes beyond its ops: launches, Python, synchronisation. "
+            "Where the profiler slows a CPU, the ops' times are scaled to the step.",
         )
     found["ops"] = (
         lambda s: op_bars(report, s),
