@@ -50,7 +50,7 @@ MISTAKES = {
     "profile ends.py:build": "ends.py ends the process when it is imported; put its main part under",
     "profile raises.py:build": "raises.py raises ZeroDivisionError: division by zero (raises.py:2)",
     "profile model.py:raises": "model.py:raises raises KeyError: 'weights' (model.py:5)",
-    "profile model.py:none": "the dict's model: expected a torch.nn.Module, got NoneType",
+    "profile model.py:none": "the dict's model: expected a torch.nn.Module, got the keys inputs",
     "profile model.py:more": "autocast, step; got labels too",
     "profile model.py:deep --input 2x3": "shapes cannot be multiplied (2x4 and 5x2), in 1 (Linear)",
     "profile model.py:build --input 2x3 --target 2x3:int64:3": "RuntimeError: Expected floating point",

@@ -118,5 +118,5 @@ def test_errors_name_argument_and_expectation(words):
 def test_a_name_that_matches_nothing_has_no_neighbour():
     with pytest.raises(ValueError, match=r"got 'head', which matches none$"):
         warpwright.swap(layer(), exclude="head")
-    with pytest.raises(ValueError, match="got '8', which matches none; near it: '0', '1'"):
+    with pytest.raises(ValueError, match=r"got '8', which .* none; the model has, .*: '0', '1'"):
         warpwright.swap(nn.Sequential(layer(), nn.ReLU()), exclude="8")

@@ -187,7 +187,7 @@ def test_what_bounds_the_step():
     bound = summary.bound_of(run, summary.by_label(joined), amounts, ENVIRONMENT)
     assert sum(bound.values()) == pytest.approx(1)
     assert bound["launch"] == pytest.approx(1 - 233 / 1000)
-    assert "waits" in summary.describe_bound(bound)
+    assert "launches" in summary.describe_bound(bound)
     assert bound["compute"] > bound["other"] > bound["memory"] > 0
 
 
