@@ -91,8 +91,8 @@ struct BilinearBackwardBackward {
   }
 };
 
-// The op and its node, which leads to `weight_source` and `bias_source`: the operands, or under
-// autocast what they were cast from.
+// The op and its node. The node leads to `weight_source` and `bias_source`: weight and bias
+// themselves, or under autocast their float32 sources.
 template <class Op>
 Tensor differentiable_bilinear(const Tensor& input, const Tensor& weight, const Tensor& bias,
                                const GeometryOf<Op>& geometry, const Tensor& weight_source,

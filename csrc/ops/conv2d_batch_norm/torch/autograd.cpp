@@ -186,8 +186,8 @@ std::array<Tensor, 2> with_tangents(const Call& c) {
       convolved};
 }
 
-// The op and its node, which leads to `weight_source` and `bias_source`: the operands, or under
-// autocast what they were cast from.
+// The op and its node. The node leads to `weight_source` and `bias_source`: weight and bias
+// themselves, or under autocast their float32 sources.
 Tensors5 differentiable(const Call& c, const Tensor& weight_source, const Tensor& bias_source) {
   check_no_gradient(c.running_mean, "conv2d_batch_norm", "running_mean");
   check_no_gradient(c.running_var, "conv2d_batch_norm", "running_var");
@@ -245,7 +245,7 @@ Tensors5 conv2d_batch_norm_update_autograd(
 
 // ---- Autocast: the convolution's rule. Batch norm has none. ----
 
-// Whether nothing watches the tensors beside the operands of the convolution.
+// Whether no mode, subclass or transform watches the residual and batch norm's tensors.
 bool are_unwatched(const Call& c) {
   const auto tensors = {&c.residual, &c.norm_weight, &c.norm_bias, &c.running_mean, &c.running_var};
   return std::all_of(tensors.begin(), tensors.end(), [](const Tensor* tensor) {

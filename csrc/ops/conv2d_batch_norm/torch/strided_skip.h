@@ -1,8 +1,9 @@
-// Shortcuts whose first layer is a strided 1x1 convolution with a batch norm. It reads the pixels
-// of x at multiples of its strides alone. Autograd would hand on the gradient of all of x, three
-// quarters of it zeros with strides of 2. The shortcut's node leaves the gradient of its pixels at
-// the node whose skip (torch/skip.h) it reads, and returns zeros without memory. That node runs
-// later in the same backward pass, and adds what was left to the gradient that it gets.
+// Shortcuts that begin with a strided 1x1 convolution and its batch norm. The convolution reads the
+// pixels of x at multiples of its strides alone. A gradient of every pixel would hold three
+// quarters of zeros at strides of 2. So the shortcut's node computes the gradient of those pixels
+// alone. It leaves it at the node whose skip it reads (torch/skip.h), and gives autograd zeros
+// without memory. The other node runs later in the same backward pass. It adds the pixels to its
+// own gradient of x.
 #pragma once
 
 #include <ATen/ops/_efficientzerotensor.h>
