@@ -12,6 +12,7 @@ TORCH ?= torch==2.11.0
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 || echo $$n)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+EXTRAS ?= demo,test
 RANKS ?= 2
 # `make SANITIZE_FILES=. SANITIZE_CALLS=5000 sanitize` runs a file of the suite per op.
 SANITIZE_FILES ?= raw_arguments|malformed_windows|dense_outputs|fuzz
@@ -22,8 +23,8 @@ pip := $(python) -m pip --disable-pip-version-check -q install
 # One stamp for each choice of torch and interpreter, so that changing the choice installs again.
 choice := $(shell printf '%s' '$(PYTHON) $(VENV_ARGS) $(TORCH)' | cksum | cut -d' ' -f1)
 base := $(VENV)/.base-$(choice)
-# CPU-only and GPU builds share the folder: the stamp carries the switches that setup.py reads.
-build := $(VENV)/.build-$(choice)-$(shell printf '%s' '$(NO_CUDA) $(FORCE_CUDA) $(LINEINFO) $(FAST_COMPILE) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
+# CPU-only and GPU builds share the folder: the stamp carries the switches that setup.py reads, and the extras.
+build := $(VENV)/.build-$(choice)-$(shell printf '%s' '$(EXTRAS) $(NO_CUDA) $(FORCE_CUDA) $(LINEINFO) $(FAST_COMPILE) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 sources := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py')
 
 .PHONY: demo demo-distributed build-here test test-gpu test-long sanitize lint build docs clean
@@ -32,12 +33,13 @@ demo: build-here
 	$(python) -m warpwright demo --out demo-out $(DEMO_ARGS)
 
 # Compiles what this machine can run: without a GPU the CPU kernels alone, unless all are compiled already.
+# Then the suite's packages are left out, too.
 build-here:
 	@if [ -n '$(NO_CUDA)$(FORCE_CUDA)' ] || [ -e '$(build)' ] || nvidia-smi -L >/dev/null 2>&1; then \
 	  $(MAKE) --no-print-directory build; \
 	else \
 	  echo 'make: no GPU here, so only the CPU kernels are compiled (`make build` compiles all)'; \
-	  $(MAKE) --no-print-directory NO_CUDA=1 build; \
+	  $(MAKE) --no-print-directory NO_CUDA=1 EXTRAS=demo build; \
 	fi
 
 # The CNN on two CPU processes, ours and native's: `make RANKS=4 demo-distributed` for four.
@@ -79,7 +81,7 @@ $(base):
 	touch $@
 
 $(build): $(base) pyproject.toml setup.py $(sources)
-	$(pip) --no-build-isolation -e '.[demo,test]'
+	$(pip) --no-build-isolation -e '.[$(EXTRAS)]'
 	rm -f $(VENV)/.build-*
 	touch $@
 

@@ -50,7 +50,7 @@ DEFAULT_ARCHS = "8.0+PTX;9.0a"
 EVERYWHERE = ["click>=8.1", "rich>=13"]  # what the package needs besides torch
 GIB_PER_JOB = 3.0  # nvcc on the largest attention file
 WIDE = 16  # with as many jobs, a build waits for its longest file
-TOGETHER = 4  # sources per compiled file otherwise
+TOGETHER = 4  # CUDA sources per compiled file otherwise, and three times as many in C++
 
 
 def flag(name: str) -> bool:
@@ -176,6 +176,10 @@ def sources(*suffixes: str) -> list[str]:
     return sorted(found)
 
 
+def is_cpu_kernel(path: str) -> bool:
+    return re.search(r"(/cpu/\w+|_cpu)\.cpp$", path) is not None
+
+
 def shared_headers(path: str) -> tuple[str, ...] | None:
     """A name for what ``path`` reads before its own lines. None: it compiles alone.
 
@@ -204,7 +208,6 @@ def compile_together(paths: list[str], folder: Path) -> list[str]:
     headers for 4 s and those of pybind11 for 9 s.
     """
     made, groups = [], {}
-    most = TOGETHER * 2 if FAST_COMPILE else TOGETHER
     for path in paths:
         key = shared_headers(path)
         if key is None:
@@ -213,6 +216,7 @@ def compile_together(paths: list[str], folder: Path) -> list[str]:
             groups.setdefault(key, []).append(path)
     folder.mkdir(parents=True, exist_ok=True)
     for members in groups.values():
+        most = TOGETHER * (3 if members[0].endswith(".cpp") else 2 if FAST_COMPILE else 1)
         count = -(-len(members) // most)
         for i in range(count):
             group = members[i::count]
@@ -296,10 +300,6 @@ class BuildPython(build_py):
             shutil.copy2(ROOT / "csrc" / header, target)
 
 
-def wide_sources() -> list[str]:
-    return [path for path in sources(".cpp") if path.endswith("_loops_cpu.cpp")] if X86 else []
-
-
 def is_newer(target: Path, dependencies: Path) -> bool:
     """Whether an object is newer than all files that the compiler has read for it."""
     if not target.exists() or not dependencies.exists():
@@ -346,8 +346,8 @@ class Build(BuildExtension):
         if self.editable_mode:
             # setuptools gives a fresh folder each time; ninja needs the old objects.
             self.build_temp = str(ROOT / "build" / "editable")
-        self.compile_wide_loops()
-        self.precompile_headers()
+        if not REUSE_LIBRARY:
+            self.compile_before_ninja()
         self.group_sources()
         super().build_extensions()
         # Read before the library is loaded, so that another torch gets a sentence, not a symbol.
@@ -361,44 +361,57 @@ class Build(BuildExtension):
         for extension in self.extensions:
             extension.sources = compile_together(extension.sources, folder)
 
-    def compile_wide_loops(self) -> None:
-        """Compiles X_loops_cpu.cpp for AVX-512 (csrc/cpu/capability.h).
+    def compile_before_ninja(self) -> None:
+        """Compiles the CPU kernels and torch's headers.
 
-        torch's build has the same flags for all files of a library, so these objects are made here.
+        torch's build has the same flags for all files of a library. X_loops_cpu.cpp is compiled with two sets
+        of them (csrc/cpu/capability.h). The other kernels read little of torch, and a file that begins with
+        the precompiled headers instantiates their templates for 3 s.
         """
-        if REUSE_LIBRARY:
-            return
+        kernels = [path for path in sources(".cpp") if is_cpu_kernel(path)]
+        kernels.sort(key=lambda path: -(ROOT / path).stat().st_size)
+        wide = [path for path in kernels if X86 and path.endswith("_loops_cpu.cpp")]
+        with ThreadPoolExecutor(int(os.environ["MAX_JOBS"])) as jobs:
+            headers = jobs.submit(self.precompile_headers)
+            made = [jobs.submit(self.compile_kernel, path, wide_flags, "avx512") for path in wide]
+            made += [jobs.submit(self.compile_kernel, path, cxx_flags, "cpu") for path in kernels]
+        headers.result()
+        failed = [job.result().stem for job in made if not job.result().exists()]
+        if failed:
+            sys.exit(f"setup.py: the compiler failed for the CPU kernels {', '.join(failed)}")
+        library.extra_objects += [str(job.result()) for job in made]
+
+    def compile_kernel(self, source: str, flags: list[str], folder: str) -> Path:
+        """Compiles a CPU kernel if its object is older than what it reads. No object: it failed."""
+        made = Path(self.build_temp).resolve() / folder / source
+        target, stamp = made.with_suffix(".o"), made.with_suffix(".stamp")
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         folders = (*library.include_dirs, *self.compiler.include_dirs)
         command = [
             *(*compiler, *self.compiler.compiler_so[1:], *map(macro_flag, library.define_macros)),
-            *(*(f"-I{folder}" for folder in folders), *wide_flags),
+            *(*(f"-I{folder}" for folder in folders), *flags),
         ]
-
-        def compile_one(source: str) -> str:
-            made = Path(self.build_temp).resolve() / "avx512" / source
-            target, stamp = made.with_suffix(".o"), made.with_suffix(".stamp")
-            text = f"{torch.__version__} {shlex.join(command)}"
-            built = is_newer(target, made.with_suffix(".d")) and stamp.exists()
-            if not built or stamp.read_text() != text:
-                made.parent.mkdir(parents=True, exist_ok=True)
-                run = [*command, "-MMD", "-MF", str(made.with_suffix(".d"))]
-                subprocess.run([*run, "-c", str(ROOT / source), "-o", str(target)], check=True)
+        text = f"{torch.__version__} {shlex.join(command)}"
+        built = is_newer(target, made.with_suffix(".d")) and stamp.exists()
+        if built and stamp.read_text() == text:
+            return target
+        made.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        command += ["-MMD", "-MF", str(made.with_suffix(".d")), "-c", str(ROOT / source)]
+        if subprocess.run([*command, "-o", str(target)]).returncode == 0:
+            if flags is wide_flags:
                 check_weak_symbols(target)
-                stamp.write_text(text)
-            return str(target)
-
-        with ThreadPoolExecutor(int(os.environ["MAX_JOBS"])) as jobs:
-            library.extra_objects += jobs.map(compile_one, wide_sources())
+            stamp.write_text(text)
+        return target
 
     def precompile_headers(self) -> None:
-        """Compiles torch's headers once and lets each C++ file of the library begin with them.
+        """Compiles torch's headers once and lets each C++ file that ninja compiles begin with them.
 
         g++ alone takes its own precompiled headers. It ignores one that does not fit the file's flags.
         """
         compiler = os.environ.get("CXX", "g++")
         macros = compiler_macros(compiler)
-        if "__clang__" in macros or REUSE_LIBRARY:
+        if "__clang__" in macros:
             return
         header = Path(self.build_temp).resolve() / "precompiled" / "torch.h"
         python_flags = self.compiler.compiler_so[1:]
@@ -523,14 +536,17 @@ common = {
     "define_macros": defines,
     "py_limited_api": True,  # keeps torch_python, and with it every Python symbol, out
 }
+by_ninja = [
+    path for path in sources(".cpp", *([".cu"] if WITH_CUDA else [])) if not is_cpu_kernel(path)
+]
 if WITH_CUDA:
     library = CUDAExtension(
-        sources=sources(".cpp", ".cu"),
-        extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
+        sources=by_ninja,
+        extra_compile_args={"cxx": [*cxx_flags], "nvcc": nvcc_flags},
         **common,
     )
 else:
-    library = CppExtension(sources=sources(".cpp"), extra_compile_args={"cxx": cxx_flags}, **common)
+    library = CppExtension(sources=by_ninja, extra_compile_args={"cxx": [*cxx_flags]}, **common)
 
 
 def python_module() -> Extension:

@@ -131,8 +131,8 @@ def images() -> Iterator[Case]:
                 yield Case(op, name, layout, lambda f, x=x, op=op: getattr(f, op)(x), [x])
             yield Case("dropout", name, layout, lambda f, x=x: f.dropout(x, 0.1), [x])
             yield Case("max_pool2d", name, layout, lambda f, x=x: f.max_pool2d(x, 2), [x])
-            mean = lambda f, x=x: f.adaptive_avg_pool2d(x, 1)  # noqa: E731
-            yield Case("adaptive_avg_pool2d", name, layout, mean, [x])
+            average = lambda f, x=x: f.adaptive_avg_pool2d(x, 1)  # noqa: E731
+            yield Case("adaptive_avg_pool2d", name, layout, average, [x])
             pool = "max_pool2d 3x3"
             yield Case(pool, name, layout, lambda f, x=x: f.max_pool2d(x, 3, 2, 1), [x])
 

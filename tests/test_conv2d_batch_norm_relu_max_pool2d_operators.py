@@ -130,6 +130,29 @@ def test_errors_of_the_backward(device, name, change):
         OPS.conv2d_batch_norm_relu_max_pool2d_backward(**arguments)
 
 
+@pytest.mark.parametrize("name", ["pool_kernel", "pool_stride", "pool_padding", "pool_dilation"])
+def test_window_of_another_length(device, name):
+    """The error once freed the geometry twice, which ended the process a few calls later."""
+    arguments = backward_arguments(device)
+    forward = {k: arguments[k] for k in ("input", "weight", "bias", "norm_weight")}
+    forward |= {
+        k: v for k, v in arguments.items() if isinstance(v, list | int) and k != "output_mask"
+    }
+    forward |= {"norm_bias": arguments["bias"], "eps": 1e-5, "ceil_mode": False}
+    mean, var = statistics(12, device, torch.float32)
+    moved = {"running_mean": mean, "running_var": var, "momentum": 0.1}
+    calls = (
+        (OPS.conv2d_batch_norm_relu_max_pool2d, forward),
+        (OPS.conv2d_batch_norm_relu_max_pool2d_update, forward | moved),
+        (OPS.conv2d_batch_norm_relu_max_pool2d_backward, arguments),
+    )
+    for op, valid in calls:
+        op(**valid)
+        for _ in range(50):
+            with pytest.raises(RuntimeError, match=name.removeprefix("pool_")):
+                op(**valid | {name: [1, 1, 1]})
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

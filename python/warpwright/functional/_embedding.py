@@ -74,11 +74,15 @@ def embedding(
 
 
 def _renormalise(weight: Tensor, input: Tensor, max_norm: Any, norm_type: Any) -> None:
-    """In place. The operator of ours takes tensors on a GPU that no transform or tracer watches."""
+    """In place. Native's, unless both are on a GPU and no transform of torch.func watches them.
+
+    Native's CUDA kernel may scale a row twice if its indices are apart (pytorch's ``Embedding.cu`` notes
+    the race), so a trace of ``torch.compile`` keeps ours.
+    """
     most = _arguments.real("embedding_renorm_", "max_norm", max_norm)
     kind = _arguments.real("embedding_renorm_", "norm_type", norm_type)
-    is_watched = dynamo() or exporting() or torch._C._functorch.peek_interpreter_stack() is not None
-    if is_watched or not (weight.is_cuda and input.is_cuda):
+    in_transform = not dynamo() and torch._C._functorch.peek_interpreter_stack() is not None
+    if exporting() or in_transform or not (weight.is_cuda and input.is_cuda):
         native._no_grad_embedding_renorm_(weight, input, most, kind)
     else:
         ops.embedding_renorm_(weight.detach(), input, most, kind)
