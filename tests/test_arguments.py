@@ -304,6 +304,17 @@ def test_residual_whose_storage_was_freed(dtype, bytes_left):
         F.batch_norm_add_relu(x, residual, None, None, training=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
+def test_operators_whose_input_was_freed(op, dtype):
+    """Native's cast to the residual's type would read it, and the process would end."""
+    x, residual = torch.ones(2, 4, 6).to(dtype), torch.randn(2, 4, 6)
+    x.untyped_storage().resize_(0)
+    vectors = (torch.ones(6),) * (1 + (op == "add_layer_norm"))
+    with pytest.raises(RuntimeError, match=f"{op}: input: .*(not allocated|got)"):
+        getattr(torch.ops.warpwright, op)(x, residual, [6], *vectors, 1e-5, None)
+
+
 @pytest.mark.parametrize(
     ("call", "dtype"),
     [

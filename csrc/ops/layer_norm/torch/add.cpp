@@ -70,17 +70,17 @@ void check_add_backward(const AddNormBackwardCall& call) {
 
 // ---- calls ----
 
-// Sum, output, mean and rstd; the mean of add_rms_norm is undefined. `run` gets the parameters and
-// the sum.
-template <class Run>
-Tensors4 add_forward_with(const AddNormCall& call, const Tensor& branch, Run&& run) {
+// Sum, output, mean and rstd; the mean of add_rms_norm is undefined. `branch` returns the input as
+// `run` reads it, which gets the parameters and the sum. Both are called after the checks.
+template <class Branch, class Run>
+Tensors4 add_forward_with(const AddNormCall& call, Branch&& branch, Run&& run) {
   check_add(call);
   check_has_storage(call.input, call.name_of_input());
   check_has_storage(call.residual,
                     call.centered ? "add_layer_norm: residual" : "add_rms_norm: residual");
   Tensor sum = at::empty(call.residual.sizes(), call.residual.options());
   auto [output, mean, rstd] =
-      forward_with(call.norm(branch, sum), [&](const LayerNormParams& p) { run(p, sum); });
+      forward_with(call.norm(branch(), sum), [&](const LayerNormParams& p) { run(p, sum); });
   return {sum, output, mean, rstd};
 }
 
@@ -145,8 +145,9 @@ Tensors3 without_bias(Tensors4&& results) {
 // ---- CPU ----
 
 Tensors4 add_forward_cpu(const AddNormCall& call) {
-  return add_forward_with(call, call.input.to(call.residual.scalar_type()),
-                          [](const LayerNormParams& p, const Tensor&) { layer_norm_cpu(p); });
+  return add_forward_with(
+      call, [&] { return call.input.to(call.residual.scalar_type()); },
+      [](const LayerNormParams& p, const Tensor&) { layer_norm_cpu(p); });
 }
 Tensors4 add_backward_cpu(const AddNormBackwardCall& call) {
   auto results = add_backward_with(call, layer_norm_backward_cpu);
@@ -165,7 +166,8 @@ bool have_one_type(DType sum, DType first, DType second) {
 // Rows that the fused kernel does not take are added by ATen first.
 Tensors4 add_forward_cuda(const AddNormCall& call) {
   const CudaCall cuda(call.residual);
-  return add_forward_with(call, call.input, [&](const LayerNormParams& given, Tensor& sum) {
+  const auto branch = [&]() -> const Tensor& { return call.input; };
+  return add_forward_with(call, branch, [&](const LayerNormParams& given, Tensor& sum) {
     LayerNormParams p = given;
     if (adds_in_kernel(p, current_device_info()) &&
         have_one_type(p.dtype, p.output_dtype, p.branch_dtype)) {
