@@ -315,6 +315,15 @@ def test_operators_whose_input_was_freed(op, dtype):
         getattr(torch.ops.warpwright, op)(x, residual, [6], *vectors, 1e-5, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_gradient_of_linear_that_was_freed(dtype):
+    """Integers have no kernel of ours: native's sum of the rows would read it."""
+    dy = torch.ones(4, 6).to(dtype)
+    dy.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"linear_backward: grad_output: .* not allocated"):
+        torch.ops.warpwright.linear_backward(dy, None, None, [False, False, True], [False] * 3)
+
+
 @pytest.mark.parametrize(
     ("call", "dtype"),
     [

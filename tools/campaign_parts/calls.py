@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,7 +37,7 @@ def run(options: Options) -> list[Row]:
     from malformed import Campaign, unexplained
 
     rows = []
-    for kind in ("public", "raw"):
+    for kind in filter(re.compile(options.only).search, ("public", "raw")):
         campaign = Campaign(
             kind=kind, device=options.device, calls=options.cases, seed=options.seed
         )

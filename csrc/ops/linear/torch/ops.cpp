@@ -187,12 +187,12 @@ template <class Runner>
 Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& input,
                                const OptionalTensor& weight, OutputMask mask,
                                OutputMask float32_mask, const Runner& runner) {
-  if (!is_floating(grad_output.scalar_type())) {
-    return native_linear_backward(grad_output, input, weight, mask);
-  }
   check_has_storage(grad_output, "linear_backward: grad_output");
   if (mask[0]) check_has_storage(*weight, "linear_backward: weight");
   if (mask[1]) check_has_storage(*input, "linear_backward: input");
+  if (!is_floating(grad_output.scalar_type())) {
+    return native_linear_backward(grad_output, input, weight, mask);
+  }
   Gradients result = empty_gradients(grad_output, input, weight, mask, float32_mask);
   auto& [dx, dw, db] = result;
   // The matrices own any copies.
