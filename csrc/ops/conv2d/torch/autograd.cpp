@@ -37,11 +37,6 @@ struct Conv2dOp {
   }
 };
 
-Conv2dGeometry geometry_of(SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
-                           SymInt groups) {
-  return {stride.vec(), padding.vec(), dilation.vec(), std::move(groups)};
-}
-
 Tensor conv2d_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
                        SymInt groups) {

@@ -31,6 +31,14 @@ struct Conv2dGeometry {
   bool float32_parameters = false;
 };
 
+// Not nested braces in those of a call: if a later initialiser throws, g++ 12 destroys twice what
+// nested braces have made.
+inline Conv2dGeometry geometry_of(SymIntArrayRef stride, SymIntArrayRef padding,
+                                  SymIntArrayRef dilation, SymInt groups,
+                                  bool float32_parameters = false) {
+  return {stride.vec(), padding.vec(), dilation.vec(), std::move(groups), float32_parameters};
+}
+
 // The ops through the dispatcher. Calls are qualified, because ADL would also find at::conv2d.
 namespace call {
 

@@ -42,7 +42,7 @@ inline Call call_of(const Tensor& input, const Tensor& weight, const OptionalTen
           .momentum = 0,
           .eps = eps,
           .activation = find_norm_activation(activation, "conv2d_batch_norm", kConvNormActivations),
-          .geometry = {stride.vec(), padding.vec(), dilation.vec(), std::move(groups)}};
+          .geometry = geometry_of(stride, padding, dilation, std::move(groups))};
 }
 
 inline Call update_call_of(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

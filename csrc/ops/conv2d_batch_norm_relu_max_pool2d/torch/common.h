@@ -29,9 +29,6 @@ inline Call call_of(const Tensor& input, const Tensor& weight, const OptionalTen
                     SymInt groups, IntArrayRef pool_kernel, IntArrayRef pool_stride,
                     IntArrayRef pool_padding, IntArrayRef pool_dilation, bool ceil_mode,
                     bool save) {
-  // Outside of the braces: g++ 12 destroys the geometry's vectors twice if an initialiser after it
-  // throws.
-  const PoolWindow window = make_pool_window(pool_kernel, pool_stride, pool_padding, pool_dilation);
   return {.input = input,
           .weight = weight,
           .bias = value_or_undefined(bias),
@@ -41,8 +38,8 @@ inline Call call_of(const Tensor& input, const Tensor& weight, const OptionalTen
           .running_var = {},
           .momentum = 0,
           .eps = eps,
-          .geometry = {stride.vec(), padding.vec(), dilation.vec(), std::move(groups)},
-          .window = window,
+          .geometry = geometry_of(stride, padding, dilation, std::move(groups)),
+          .window = make_pool_window(pool_kernel, pool_stride, pool_padding, pool_dilation),
           .ceil_mode = ceil_mode,
           .save = save};
 }
@@ -80,7 +77,6 @@ inline BackwardCall backward_call_of(const Tensor& grad_output, const Tensor& in
                                      IntArrayRef pool_kernel, IntArrayRef pool_stride,
                                      IntArrayRef pool_padding, IntArrayRef pool_dilation,
                                      Mask5 output_mask) {
-  const PoolWindow window = make_pool_window(pool_kernel, pool_stride, pool_padding, pool_dilation);
   return {.grad_output = grad_output,
           .input = input,
           .weight = weight,
@@ -89,8 +85,8 @@ inline BackwardCall backward_call_of(const Tensor& grad_output, const Tensor& in
           .mean = mean,
           .rstd = rstd,
           .codes = codes,
-          .geometry = {stride.vec(), padding.vec(), dilation.vec(), std::move(groups)},
-          .window = window,
+          .geometry = geometry_of(stride, padding, dilation, std::move(groups)),
+          .window = make_pool_window(pool_kernel, pool_stride, pool_padding, pool_dilation),
           .output_mask = output_mask};
 }
 
