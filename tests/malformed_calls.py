@@ -132,13 +132,11 @@ def record_raw(device):
     ops.mlp_hidden_gradient(t(4, 3), t(3, 7), t(4, 7), "gelu")
     first = (t(2, 1, 6, 6), t(4, 1, 3, 3), t(4), t(4), t(4))
     pooled = ([1, 1], [1, 1], [1, 1], 1, [2, 2], [2, 2], [0, 0], [1, 1], False)
-    y, mean, rstd, codes = ops.conv2d_batch_norm_relu_max_pool2d(*first, 1e-5, *pooled, True)
+    y, *kept = ops.conv2d_batch_norm_relu_max_pool2d(*first, 1e-5, *pooled, True)
     moved = (t(4), t(4).abs(), 0.1, 1e-5)
     ops.conv2d_batch_norm_relu_max_pool2d_update(*first, *moved, *pooled)
     wanted = [False, True, True, True, True]
-    ops.conv2d_batch_norm_relu_max_pool2d_backward(
-        y, *first[:4], mean, rstd, codes, *pooled[:8], wanted
-    )
+    ops.conv2d_batch_norm_relu_max_pool2d_backward(y, *first[:4], *kept, *pooled[:8], wanted)
     ops.conv2d_batch_norm_update(*convolution, None, *norm, *stats, 1e-5, "silu", *windows)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         codes, scale = ops.quantize_rows(t(4, 16), dtype)

@@ -67,24 +67,26 @@ def test_tangents(device):
     assert (found - expected).norm() <= 2e-2 * expected.norm()  # the same
 
 
+@pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("update", [False, True])
-def test_opcheck(device, update):
+def test_opcheck(device, update, save):
     (x, *parameters), _ = operands("odd", "nhwc", device, torch.float32)
     stats = (*statistics(12, device, torch.float32), 0.1) if update else ()
     op = getattr(OPS, "conv2d_batch_norm_relu_max_pool2d" + "_update" * update).default
-    opcheck(op, (x, *parameters, *stats, 1e-3, [1, 1], [1, 1], [1, 1], 1, *POOL))
+    opcheck(op, (x, *parameters, *stats, 1e-3, [1, 1], [1, 1], [1, 1], 1, *POOL, save))
 
 
 def backward_arguments(device):
     (x, weight, *vectors), _ = operands("odd", "nhwc", device, torch.float32)
     detached = [t.detach() for t in (weight, *vectors)]
     windows = ([1, 1], [1, 1], [1, 1], 1, *POOL)
-    y, mean, rstd, codes = OPS.conv2d_batch_norm_relu_max_pool2d(x, *detached, 1e-5, *windows, True)
+    op = OPS.conv2d_batch_norm_relu_max_pool2d
+    y, mean, rstd, codes, moments = op(x, *detached, 1e-5, *windows, True)
     weight, bias, norm_weight, _ = detached
     return {
         "grad_output": torch.randn_like(y), "input": x,
         "weight": weight, "bias": bias, "norm_weight": norm_weight,
-        "mean": mean, "rstd": rstd, "codes": codes,
+        "mean": mean, "rstd": rstd, "codes": codes, "moments": moments,
         "stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": 1,
         "pool_kernel": [2, 2], "pool_stride": [2, 2], "pool_padding": [0, 0],
         "pool_dilation": [1, 1], "output_mask": [False, True, True, True, True],
@@ -93,6 +95,29 @@ def backward_arguments(device):
 
 def test_opcheck_of_the_backward(device):
     opcheck(OPS.conv2d_batch_norm_relu_max_pool2d_backward.default, (), backward_arguments(device))
+
+
+def test_gradients_without_kept_moments(device):
+    arguments = backward_arguments(device)
+    assert arguments["moments"].numel() == 54
+    found = OPS.conv2d_batch_norm_relu_max_pool2d_backward(**arguments)
+    without = arguments | {"moments": arguments["moments"][:0]}
+    expected = OPS.conv2d_batch_norm_relu_max_pool2d_backward(**without)
+    for got, want in zip(found[1:], expected[1:], strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t[1:], lambda t: t.float(), lambda t: t.cpu(), lambda t: t.view(6, 9)],
+    ids=["shape", "dtype", "device", "dim"],
+)
+def test_moments_of_another_call(change):
+    arguments = backward_arguments("cuda")
+    arguments["moments"] = change(arguments["moments"])
+    with pytest.raises(RuntimeError, match="moments"):
+        OPS.conv2d_batch_norm_relu_max_pool2d_backward(**arguments)
 
 
 def test_codes_of_a_caller_read_nothing_else(device):

@@ -128,7 +128,7 @@ WITHOUT_DERIVATIVE = {
     "batch_norm_relu_max_pool2d_backward": (*STATISTICS, "winners"),
     "batch_norm_update": ("running_mean", "running_var"),
     "conv2d_batch_norm_update": ("running_mean", "running_var"),
-    "conv2d_batch_norm_relu_max_pool2d_backward": STATISTICS,
+    "conv2d_batch_norm_relu_max_pool2d_backward": (*STATISTICS, "moments"),
     "conv2d_batch_norm_relu_max_pool2d_update": ("running_mean", "running_var"),
     "cross_entropy_backward": ("weight", "row_stats", "total_weight"),
     "embedding_renorm_": ("weight",),

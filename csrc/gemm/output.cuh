@@ -154,9 +154,7 @@ template <class T>
 void launch_add_row_sums(const GemmParams& p, const GemmPlan& plan, void* workspace,
                          cudaStream_t stream) {
   auto launch = [&]<class Out>() {
-    launch_dependent(add_row_sums_kernel<Accum<T>, Out>,
-                     dim3(static_cast<unsigned>(ceil_div<int64_t>(p.m, kReduceThreads))),
-                     dim3(kReduceThreads), 0, stream, planned_row_sums<T, Out>(p, plan, workspace));
+    launch_add_row_sums(planned_row_sums<T, Out>(p, plan, workspace), stream);
   };
   p.accum_d ? launch.template operator()<Accum<T>>() : launch.template operator()<T>();
 }

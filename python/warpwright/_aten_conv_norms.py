@@ -47,6 +47,11 @@ def conv2d_batch_norm_update(
     return output, convolved, *kept, relu_mask(output, residual)
 
 
+def _no_moments(input: Tensor) -> Tensor:
+    """Of the windows: a backward that finds none computes them."""
+    return input.new_empty(0, dtype=torch.float64)
+
+
 def conv2d_batch_norm_relu_max_pool2d(
     input: Tensor,
     weight: Tensor,
@@ -58,7 +63,8 @@ def conv2d_batch_norm_relu_max_pool2d(
 ) -> tuple[Tensor, ...]:
     convolved = torch.conv2d(input, weight, bias, *windows[:4])
     norm = norm_weight, norm_bias, None, None, True, eps
-    return batch_norm_relu_max_pool2d(convolved, *norm, *windows[4:])[:4]
+    results = batch_norm_relu_max_pool2d(convolved, *norm, *windows[4:])[:4]
+    return *results, _no_moments(input)
 
 
 def conv2d_batch_norm_relu_max_pool2d_update(
@@ -66,7 +72,8 @@ def conv2d_batch_norm_relu_max_pool2d_update(
 ) -> tuple[Tensor, ...]:
     norm, windows = args[:6], args[6:]
     convolved = torch.conv2d(input, weight, bias, *windows[:4])
-    return batch_norm_relu_max_pool2d_update(convolved, *norm, *windows[4:])[:4]
+    results = batch_norm_relu_max_pool2d_update(convolved, *norm, *windows[4:])[:4]
+    return *results, _no_moments(input)
 
 
 def conv2d_batch_norm_relu_max_pool2d_backward(
@@ -78,6 +85,7 @@ def conv2d_batch_norm_relu_max_pool2d_backward(
     mean: Tensor,
     rstd: Tensor,
     codes: Tensor,
+    moments: Tensor,
     *windows: Any,
 ) -> tuple[Tensor | None, ...]:
     conv, pool, wanted = windows[:4], windows[4:8], windows[8]

@@ -7,7 +7,7 @@
 //   mean_k = w_k m + b_k,   var_k = w_k V w_k.
 // Forward: a kernel sums v and v v^T (T (T + 3) / 2 products per pixel in place of T K), a second
 // makes means, variances and the folded weights w_k * scale_k of them, and a third convolves, pools
-// and stores the maxima with one byte for each, its winner.
+// and stores the maxima with one byte for each, its winner. The sums are kept for the backward.
 // Backward: the gradient dz before batch norm's formula is zero except at winners. With
 //   G_k = sum of dz_k,  S_k = sum of dz_k v (one pass over the pooled gradient, its bytes and x),
 //   D_k = sum of dz_k (y_k - mean_k) = w_k (S_k - G_k m)
@@ -52,6 +52,7 @@ struct ConvNormPoolParams {
   SmallCode* codes;  // like output; null: not wanted
   float* mean;       // (k)
   float* rstd;       // (k)
+  double* moments;   // (window_sums(T)); null: not wanted
 };
 
 // A null gradient is not wanted.
@@ -63,6 +64,7 @@ struct ConvNormPoolBackwardParams {
   const float* weight;
   ChannelVector norm_weight;
   const float* rstd;
+  const double* moments;    // of the forward; null: they are computed again
   float* grad_weight;       // like weight
   float* grad_bias;         // (k)
   float* grad_norm_weight;  // (k)
@@ -107,11 +109,33 @@ struct ConvNormPoolChoice {
   const char* why_not;
 };
 
-inline std::optional<FewElements> few_elements(const Conv2dShape& s) {
-  if (s.c == 1 && s.r == 3 && s.s == 3) return FewElements::k1x3x3;
-  if (s.c == 1 && s.r == 5 && s.s == 5) return FewElements::k1x5x5;
-  if (s.c == 3 && s.r == 3 && s.s == 3) return FewElements::k3x3x3;
+// Of `c` input channels, `r` rows and `s` columns.
+constexpr std::optional<FewElements> few_elements(int64_t c, int64_t r, int64_t s) {
+  if (c == 1 && r == 3 && s == 3) return FewElements::k1x3x3;
+  if (c == 1 && r == 5 && s == 5) return FewElements::k1x5x5;
+  if (c == 3 && r == 3 && s == 3) return FewElements::k3x3x3;
   return std::nullopt;
+}
+
+// Null if the kernels take the filters and the pool's windows, whatever the image's extents.
+inline const char* why_not_windows(const Conv2dShape& s, const MaxPool2dGeometry& pool) {
+  if (s.dtype != DType::kFloat32) return "float32 only";
+  if (!few_elements(s.c, s.r, s.s)) {
+    return "only windows of 3x3 or 5x5 of one channel, and 3x3 of three";
+  }
+  if (s.groups != 1 || s.stride_h != 1 || s.stride_w != 1 || s.dilation_h != 1 ||
+      s.dilation_w != 1) {
+    return "only stride 1 without groups or dilation";
+  }
+  const bool halves = pool.kernel_h == 2 && pool.kernel_w == 2 && pool.stride_h == 2 &&
+                      pool.stride_w == 2 && pool.pad_h == 0 && pool.pad_w == 0 &&
+                      pool.dilation_h == 1 && pool.dilation_w == 1;
+  if (!halves) return "only pools of 2x2 with stride 2 inside the image";
+  constexpr int64_t kMaxChannels = 512;
+  if (s.k % channels_per_thread(s.c * s.r * s.s) != 0 || s.k > kMaxChannels) {
+    return "output channels are no multiple of 4, or more than 512";
+  }
+  return nullptr;
 }
 
 inline ConvNormPoolChoice choose_conv2d_batch_norm_relu_max_pool2d(const ConvNormPoolShape& shape,
@@ -119,26 +143,15 @@ inline ConvNormPoolChoice choose_conv2d_batch_norm_relu_max_pool2d(const ConvNor
   auto none = [](const char* why_not) { return ConvNormPoolChoice{std::nullopt, why_not}; };
   const Conv2dShape& s = shape.conv;
   const MaxPool2dGeometry& pool = shape.pool;
-  if (s.dtype != DType::kFloat32) return none("float32 only");
-  const auto window = few_elements(s);
-  if (!window) return none("only windows of 3x3 or 5x5 of one channel, and 3x3 of three");
-  if (s.groups != 1 || s.stride_h != 1 || s.stride_w != 1 || s.dilation_h != 1 ||
-      s.dilation_w != 1) {
-    return none("only stride 1 without groups or dilation");
+  if (const char* why_not = why_not_windows(s, pool)) return none(why_not);
+  if (pool.out_height == 0 || pool.out_width == 0 || pool.out_height != s.p / 2 ||
+      pool.out_width != s.q / 2) {
+    return none("only pools of 2x2 with stride 2 inside the image");
   }
-  const bool halves = pool.kernel_h == 2 && pool.kernel_w == 2 && pool.stride_h == 2 &&
-                      pool.stride_w == 2 && pool.pad_h == 0 && pool.pad_w == 0 &&
-                      pool.dilation_h == 1 && pool.dilation_w == 1 && pool.out_height > 0 &&
-                      pool.out_width > 0 && pool.out_height == s.p / 2 && pool.out_width == s.q / 2;
-  if (!halves) return none("only pools of 2x2 with stride 2 inside the image");
-  constexpr int64_t kMaxChannels = 512, kMaxExtent = int64_t{1} << 14;
-  const int vec = channels_per_thread(shape.elements());
-  if (s.k % vec != 0 || s.k > kMaxChannels) {
-    return none("output channels are no multiple of 4, or more than 512");
-  }
+  constexpr int64_t kMaxExtent = int64_t{1} << 14;
   if (std::max({s.h, s.w, s.p, s.q}) > kMaxExtent) return none("an extent over 2^14");
 
-  ConvNormPoolPlan plan{.window = *window};
+  ConvNormPoolPlan plan{.window = *few_elements(s.c, s.r, s.s)};
   constexpr int64_t kMaxColumns = 64, kTileOutputs = 1024;
   const int64_t even_p = ceil_div<int64_t>(s.p, 2) * 2, even_q = ceil_div<int64_t>(s.q, 2) * 2;
   plan.tile_q = static_cast<int>(std::min(even_q, kMaxColumns));

@@ -1,4 +1,5 @@
-// Backward: moments of the windows, sums of dz v over the winners, then the gradients of these.
+// Backward: sums of dz v over the winners, then the gradients of these and of the windows' moments,
+// which the forward has kept, or a kernel computes again.
 #include <type_traits>
 
 #include "ops/batch_norm/cuda/sums.cuh"
@@ -159,8 +160,8 @@ __global__ void __launch_bounds__(kConvNormPoolThreads, kWinnerBlocksPerSm)
   outlast_previous_kernel();
 }
 
-// All gradients. Layout: window_sums (sums, moments_blocks), winner_sums (K, T + 1, blocks). Grid:
-// block k has output channel k.
+// All gradients. Layout: window_sums (sums, moments_blocks) unless the moments were kept,
+// winner_sums (K, T + 1, blocks). Grid: block k has output channel k.
 template <class W>
 __global__ void __launch_bounds__(kMergeMomentsThreads)
     gradients_kernel(ConvNormPoolBackwardParams p, const double* window_sums, int moments_blocks,
@@ -175,7 +176,11 @@ __global__ void __launch_bounds__(kMergeMomentsThreads)
     const double total = group_total<kWarpSize>(winner_sums + (k * (kT + 1) + t) * blocks, blocks);
     if (lane == 0) sums[t] = total;
   }
-  moments.merge(window_sums, moments_blocks, static_cast<double>(p.shape.windows()));
+  if (p.moments != nullptr) {
+    moments.load(p.moments);
+  } else {
+    moments.merge(window_sums, moments_blocks, static_cast<double>(p.shape.windows()));
+  }
   if (warp != 0) return;
   const bool has_element = lane < kT;
   const int64_t place = weight_place<W>(k, lane, p.shape.conv.channels_last);
@@ -203,14 +208,20 @@ void launch_conv2d_batch_norm_relu_max_pool2d_backward(const ConvNormPoolBackwar
   const TileWalk walk(p.shape, plan);
   auto* window_sums = static_cast<double*>(workspace);
   auto* winner_sums = reinterpret_cast<float*>(static_cast<char*>(workspace) + plan.moments_bytes);
-  launch_window_moments(p.input, p.shape, plan, window_sums, stream);
+  const bool kept = p.moments != nullptr;
+  if (!kept) launch_window_moments(p.input, p.shape, plan, window_sums, stream);
   for_window(plan.window, [&]<class W>() {
     const int64_t shared =
         std::max(ImageTiles<W>::bytes(walk), int64_t{kRoundValues<W>} * kRoundPitch * 4);
     for_bool(walk.channels_last, [&]<bool kChannelsLast>() {
-      launch_dependent(winner_sums_kernel<W, kChannelsLast>,
-                       dim3(static_cast<unsigned>(plan.winner_blocks)), dim3(kConvNormPoolThreads),
-                       shared, stream, p.input, p.grad_output, p.codes, winner_sums, walk);
+      const auto launch_sums = [&](auto launch_kernel) {
+        launch_kernel(winner_sums_kernel<W, kChannelsLast>,
+                      dim3(static_cast<unsigned>(plan.winner_blocks)), dim3(kConvNormPoolThreads),
+                      shared, stream, p.input, p.grad_output, p.codes, winner_sums, walk);
+      };
+      // Only after the moments' kernel may it start early.
+      kept ? launch_sums([](auto... args) { launch(args...); })
+           : launch_sums([](auto... args) { launch_dependent(args...); });
     });
     launch_dependent(gradients_kernel<W>, dim3(static_cast<unsigned>(p.shape.conv.k)),
                      dim3(kMergeMomentsThreads), 0, stream, p, window_sums,

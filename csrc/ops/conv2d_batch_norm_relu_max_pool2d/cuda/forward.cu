@@ -16,6 +16,7 @@ __global__ void __launch_bounds__(kMergeMomentsThreads)
   wait_for_previous_kernel();
   const double windows = static_cast<double>(p.shape.windows());
   moments.merge(partials, blocks, windows);
+  if (p.moments != nullptr) moments.keep(p.moments);
   const int lane = threadIdx.x % kWarpSize;
   const int channels = static_cast<int>(p.shape.conv.k);
   for (int k = threadIdx.x / kWarpSize; k < channels; k += kMergeMomentsThreads / kWarpSize) {

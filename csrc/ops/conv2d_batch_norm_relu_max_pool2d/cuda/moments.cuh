@@ -37,15 +37,15 @@ __device__ __forceinline__ double group_total(const T* values, int count) {
 
 constexpr int kMergeMomentsThreads = 1024;
 
-// In shared memory.
+// In shared memory. `sums` are means over the windows.
 template <class W>
 struct WindowMoments {
   double mean[W::kElements];
   double covariance[W::kElements][W::kElements];
   double sums[W::kSums];
 
-  // Merges the partial sums of `blocks` blocks. All kMergeMomentsThreads threads of the block must
-  // call.
+  // Merges the partial sums of `blocks` blocks. All threads of the block must call, and there are
+  // kMergeMomentsThreads.
   __device__ __forceinline__ void merge(const double* partials, int blocks, double windows) {
     constexpr int kLanes = 16, kGroups = kMergeMomentsThreads / kLanes;
     for (int first = 0; first < W::kSums; first += kGroups) {
@@ -56,12 +56,18 @@ struct WindowMoments {
       if (exists && threadIdx.x % kLanes == 0) sums[sum] = total / windows;
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < W::kElements * W::kElements; e += kMergeMomentsThreads) {
-      const int i = e / W::kElements, j = e % W::kElements;
-      covariance[i][j] = sums[pair_place<W>(min(i, j), max(i, j))] - sums[i] * sums[j];
-      if (j == 0) mean[i] = sums[i];
-    }
+    expand();
+  }
+
+  // Sums that were merged and kept. All threads of the block must call.
+  __device__ __forceinline__ void load(const double* kept) {
+    for (int sum = threadIdx.x; sum < W::kSums; sum += blockDim.x) sums[sum] = kept[sum];
     __syncthreads();
+    expand();
+  }
+
+  __device__ __forceinline__ void keep(double* to) const {
+    for (int sum = threadIdx.x; sum < W::kSums; sum += blockDim.x) to[sum] = sums[sum];
   }
 
   // Lane i < T gets row i of V w. `w`: the lane's weight, 0 beyond T.
@@ -73,6 +79,16 @@ struct WindowMoments {
       product += covariance[lane][j] * __shfl_sync(kFullMask, w, j);
     }
     return product;
+  }
+
+ private:
+  __device__ __forceinline__ void expand() {
+    for (int e = threadIdx.x; e < W::kElements * W::kElements; e += blockDim.x) {
+      const int i = e / W::kElements, j = e % W::kElements;
+      covariance[i][j] = sums[pair_place<W>(min(i, j), max(i, j))] - sums[i] * sums[j];
+      if (j == 0) mean[i] = sums[i];
+    }
+    __syncthreads();
   }
 };
 

@@ -12,7 +12,7 @@ using namespace conv_norm_pool;
 
 // ---- Autograd ----
 
-// saved: input, weight, bias, norm_weight, mean, rstd, codes.
+// saved: input, weight, bias, norm_weight, mean, rstd, codes, moments.
 struct Conv2dBatchNormReluMaxPool2dBackward {
   static constexpr const char* kName = "WarpwrightConv2DBatchNormReluMaxPool2DBackward";
   static constexpr bool kPiecewiseLinear = true;
@@ -31,6 +31,7 @@ struct Conv2dBatchNormReluMaxPool2dBackward {
                               .mean = saved[4],
                               .rstd = saved[5],
                               .codes = saved[6],
+                              .moments = saved[7],
                               .geometry = a.geometry,
                               .window = a.window,
                               .output_mask = {needs[0], needs[1], needs[2], needs[3], needs[4]}});
@@ -38,7 +39,7 @@ struct Conv2dBatchNormReluMaxPool2dBackward {
   }
 };
 
-Tensors4 forward_autograd(Call c) {
+Tensors5 forward_autograd(Call c) {
   check_no_gradient(c.running_mean, "conv2d_batch_norm_relu_max_pool2d", "running_mean");
   check_no_gradient(c.running_var, "conv2d_batch_norm_relu_max_pool2d", "running_var");
   auto node = make_node<Conv2dBatchNormReluMaxPool2dBackward>(
@@ -51,9 +52,10 @@ Tensors4 forward_autograd(Call c) {
   }
   c.save = c.save || node;
   auto results = below_autograd([&] { return dispatch(c); });
-  const auto& [output, mean, rstd, codes] = results;
+  const auto& [output, mean, rstd, codes, moments] = results;
   if (node) {
-    for (const Tensor& tensor : {c.input, c.weight, c.bias, c.norm_weight, mean, rstd, codes}) {
+    for (const Tensor& tensor :
+         {c.input, c.weight, c.bias, c.norm_weight, mean, rstd, codes, moments}) {
       node->save(tensor);
     }
     set_history(output, node);
@@ -62,7 +64,7 @@ Tensors4 forward_autograd(Call c) {
   return results;
 }
 
-Tensors4 conv2d_batch_norm_relu_max_pool2d_autograd(
+Tensors5 conv2d_batch_norm_relu_max_pool2d_autograd(
     const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
     const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
     SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups,
@@ -73,7 +75,7 @@ Tensors4 conv2d_batch_norm_relu_max_pool2d_autograd(
                                   pool_padding, pool_dilation, ceil_mode, save));
 }
 
-Tensors4 conv2d_batch_norm_relu_max_pool2d_update_autograd(
+Tensors5 conv2d_batch_norm_relu_max_pool2d_update_autograd(
     const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
     const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, Tensor running_mean,
     Tensor running_var, double momentum, double eps, SymIntArrayRef stride, SymIntArrayRef padding,
@@ -90,15 +92,18 @@ Tensors4 conv2d_batch_norm_relu_max_pool2d_update_autograd(
 Tensors5 conv2d_batch_norm_relu_max_pool2d_backward_autograd(
     const Tensor& grad_output, const Tensor& input, const Tensor& weight,
     const OptionalTensor& bias, const OptionalTensor& norm_weight, const Tensor& mean,
-    const Tensor& rstd, const Tensor& codes, SymIntArrayRef stride, SymIntArrayRef padding,
-    SymIntArrayRef dilation, SymInt groups, IntArrayRef pool_kernel, IntArrayRef pool_stride,
-    IntArrayRef pool_padding, IntArrayRef pool_dilation, Mask5 output_mask) {
+    const Tensor& rstd, const Tensor& codes, const Tensor& moments, SymIntArrayRef stride,
+    SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups, IntArrayRef pool_kernel,
+    IntArrayRef pool_stride, IntArrayRef pool_padding, IntArrayRef pool_dilation,
+    Mask5 output_mask) {
   constexpr const char* kOp = "conv2d_batch_norm_relu_max_pool2d_backward";
   check_constant(mean, kOp, "mean");
   check_constant(rstd, kOp, "rstd");
-  const BackwardCall call = backward_call_of(
-      grad_output, input, weight, bias, norm_weight, mean, rstd, codes, stride, padding, dilation,
-      std::move(groups), pool_kernel, pool_stride, pool_padding, pool_dilation, output_mask);
+  check_constant(moments, kOp, "moments");
+  const BackwardCall call =
+      backward_call_of(grad_output, input, weight, bias, norm_weight, mean, rstd, codes, moments,
+                       stride, padding, dilation, std::move(groups), pool_kernel, pool_stride,
+                       pool_padding, pool_dilation, output_mask);
   for (const Tensor& tensor : {grad_output, input, weight, call.bias, call.norm_weight}) {
     if (is_differentiated(tensor)) return composed(call);
   }
@@ -109,7 +114,7 @@ Tensors5 conv2d_batch_norm_relu_max_pool2d_backward_autograd(
 
 template <at::DeviceType kDevice, c10::DispatchKey kKey>
 struct Autocast {
-  static Tensors4 run(const Call& c) {
+  static Tensors5 run(const Call& c) {
     c10::impl::ExcludeDispatchKeyGuard guard(kKey);
     const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
     const Tensor input = at::autocast::cached_cast(type, c.input, kDevice);
@@ -128,7 +133,7 @@ struct Autocast {
                          .ceil_mode = c.ceil_mode,
                          .save = c.save});
   }
-  static Tensors4 forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+  static Tensors5 forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                           double eps, SymIntArrayRef stride, SymIntArrayRef padding,
                           SymIntArrayRef dilation, SymInt groups, IntArrayRef pool_kernel,
@@ -138,7 +143,7 @@ struct Autocast {
                        std::move(groups), pool_kernel, pool_stride, pool_padding, pool_dilation,
                        ceil_mode, save));
   }
-  static Tensors4 update(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+  static Tensors5 update(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                          const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                          Tensor running_mean, Tensor running_var, double momentum, double eps,
                          SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,

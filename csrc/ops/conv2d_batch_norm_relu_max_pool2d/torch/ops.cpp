@@ -1,12 +1,11 @@
 // conv2d_batch_norm_relu_max_pool2d, its form that moves the running statistics, and their
 // backward, from tensors to the kernels. On CUDA the kernels take the calls that
 // choose_conv2d_batch_norm_relu_max_pool2d names. Otherwise, and on other keys, one op runs after
-// the other. Results: output, mean, rstd, codes. autograd.cpp has Autograd and Autocast.
+// the other. Results: output, mean, rstd, codes, moments. autograd.cpp has Autograd and Autocast.
 #include "ops/conv2d_batch_norm_relu_max_pool2d/torch/common.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include "ops/conv2d/torch/forward.h"
-#include "ops/conv2d_batch_norm_relu_max_pool2d/conv2d_batch_norm_relu_max_pool2d.h"
 #include "torch/check_argument.h"
 #endif
 
@@ -81,7 +80,7 @@ T* data_or_null(const Tensor& tensor) {
 
 #define WARPWRIGHT_ARGUMENT(name) "conv2d_batch_norm_relu_max_pool2d: " name
 
-Tensors4 forward_cuda(const Call& c) {
+Tensors5 forward_cuda(const Call& c) {
   const CudaCall cuda(c.input);
   const auto planned =
       plan_call(c.input, c.weight, c.bias, c.geometry, c.window, nullptr, c.ceil_mode);
@@ -107,6 +106,8 @@ Tensors4 forward_cuda(const Call& c) {
   const Tensor codes =
       c.save ? at::empty(outputs, bytes.memory_format(planned->format)) : at::empty({0}, bytes);
   const Tensor mean = at::empty({s.k}, options), rstd = at::empty({s.k}, options);
+  const int64_t sums = kept_moments(c);
+  const Tensor moments = at::empty({sums}, options.dtype(at::kDouble));
   const Tensor x = in_format(c.input, planned->format), w = in_format(c.weight, planned->format);
   const Tensor b = c.bias.defined() ? c.bias.contiguous() : Tensor();
   const Workspace workspace(planned->plan.workspace_bytes, c.input);
@@ -124,9 +125,10 @@ Tensors4 forward_cuda(const Call& c) {
        .output = output.mutable_data_ptr<float>(),
        .codes = c.save ? codes.mutable_data_ptr<SmallCode>() : nullptr,
        .mean = mean.mutable_data_ptr<float>(),
-       .rstd = rstd.mutable_data_ptr<float>()},
+       .rstd = rstd.mutable_data_ptr<float>(),
+       .moments = sums > 0 ? moments.mutable_data_ptr<double>() : nullptr},
       planned->plan, workspace.data(), cuda.stream);
-  return {output, mean, rstd, codes};
+  return {output, mean, rstd, codes, moments};
 }
 
 #undef WARPWRIGHT_ARGUMENT
@@ -145,6 +147,9 @@ Tensors5 backward_cuda(const BackwardCall& b) {
   check_argument(b.codes, WARPWRIGHT_ARGUMENT("codes"), outputs, at::kByte, b.input);
   check_argument(b.mean, WARPWRIGHT_ARGUMENT("mean"), channels, at::kFloat, b.input);
   check_argument(b.rstd, WARPWRIGHT_ARGUMENT("rstd"), channels, at::kFloat, b.input);
+  const bool kept = b.moments.numel() > 0;  // a forward in shards, or under vmap, may have none
+  const SymInt sums[] = {window_sums(planned->shape.elements())};
+  if (kept) check_argument(b.moments, WARPWRIGHT_ARGUMENT("moments"), sums, at::kDouble, b.input);
   for (const auto& [tensor, name] : {std::pair(&b.grad_output, WARPWRIGHT_ARGUMENT("grad_output")),
                                      {&b.input, WARPWRIGHT_ARGUMENT("input")},
                                      {&b.weight, WARPWRIGHT_ARGUMENT("weight")},
@@ -159,7 +164,7 @@ Tensors5 backward_cuda(const BackwardCall& b) {
   const Tensor dy = vectors_of(b.grad_output, planned->format);
   const Tensor codes = vectors_of(b.codes, planned->format);
   const Tensor x = in_format(b.input, planned->format), w = in_format(b.weight, planned->format);
-  const Tensor rstd = b.rstd.contiguous();
+  const Tensor rstd = b.rstd.contiguous(), moments = b.moments.contiguous();
   const auto options = b.input.options();
   Tensor dw, db, d_norm_weight, d_norm_bias;
   if (wanted[1]) dw = at::empty(b.weight.sizes(), options.memory_format(planned->format));
@@ -175,6 +180,7 @@ Tensors5 backward_cuda(const BackwardCall& b) {
        .weight = w.const_data_ptr<float>(),
        .norm_weight = norm_weight,
        .rstd = rstd.const_data_ptr<float>(),
+       .moments = kept ? moments.const_data_ptr<double>() : nullptr,
        .grad_weight = data_or_null<float>(dw),
        .grad_bias = data_or_null<float>(db),
        .grad_norm_weight = data_or_null<float>(d_norm_weight),
@@ -188,8 +194,15 @@ Tensors5 backward_cuda(const BackwardCall& b) {
 
 // ---- the registered forms ----
 
-template <Tensors4 (*kRun)(const Call&)>
-Tensors4 forward_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+// Not every form reads the moments.
+template <Tensors5 (*kRun)(const BackwardCall&)>
+Tensors5 with_moments(const BackwardCall& b) {
+  check_has_storage(b.moments, "conv2d_batch_norm_relu_max_pool2d_backward: moments");
+  return kRun(b);
+}
+
+template <Tensors5 (*kRun)(const Call&)>
+Tensors5 forward_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                         double eps, SymIntArrayRef stride, SymIntArrayRef padding,
                         SymIntArrayRef dilation, SymInt groups, IntArrayRef pool_kernel,
@@ -199,8 +212,8 @@ Tensors4 forward_kernel(const Tensor& input, const Tensor& weight, const Optiona
                       std::move(groups), pool_kernel, pool_stride, pool_padding, pool_dilation,
                       ceil_mode, save));
 }
-template <Tensors4 (*kRun)(const Call&)>
-Tensors4 update_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+template <Tensors5 (*kRun)(const Call&)>
+Tensors5 update_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                        Tensor running_mean, Tensor running_var, double momentum, double eps,
                        SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
@@ -216,11 +229,12 @@ template <Tensors5 (*kRun)(const BackwardCall&)>
 Tensors5 backward_kernel(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
                          const OptionalTensor& bias, const OptionalTensor& norm_weight,
                          const Tensor& mean, const Tensor& rstd, const Tensor& codes,
-                         SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
-                         SymInt groups, IntArrayRef pool_kernel, IntArrayRef pool_stride,
-                         IntArrayRef pool_padding, IntArrayRef pool_dilation, Mask5 output_mask) {
+                         const Tensor& moments, SymIntArrayRef stride, SymIntArrayRef padding,
+                         SymIntArrayRef dilation, SymInt groups, IntArrayRef pool_kernel,
+                         IntArrayRef pool_stride, IntArrayRef pool_padding,
+                         IntArrayRef pool_dilation, Mask5 output_mask) {
   return kRun(backward_call_of(grad_output, input, weight, bias, norm_weight, mean, rstd, codes,
-                               stride, padding, dilation, std::move(groups), pool_kernel,
+                               moments, stride, padding, dilation, std::move(groups), pool_kernel,
                                pool_stride, pool_padding, pool_dilation, output_mask));
 }
 
@@ -232,7 +246,7 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "Tensor? norm_weight, Tensor? norm_bias, float eps, SymInt[2] stride, SymInt[2] padding, "
       "SymInt[2] dilation, SymInt groups, int[2] pool_kernel, int[2] pool_stride, "
       "int[2] pool_padding, int[2] pool_dilation, bool ceil_mode, bool save=False) "
-      "-> (Tensor output, Tensor mean, Tensor rstd, Tensor codes)",
+      "-> (Tensor output, Tensor mean, Tensor rstd, Tensor codes, Tensor moments)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "conv2d_batch_norm_relu_max_pool2d_update(Tensor input, Tensor weight, Tensor? bias, "
@@ -240,28 +254,29 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "float momentum, float eps, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
       "SymInt groups, int[2] pool_kernel, int[2] pool_stride, int[2] pool_padding, "
       "int[2] pool_dilation, bool ceil_mode, bool save=False) "
-      "-> (Tensor output, Tensor mean, Tensor rstd, Tensor codes)",
+      "-> (Tensor output, Tensor mean, Tensor rstd, Tensor codes, Tensor moments)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "conv2d_batch_norm_relu_max_pool2d_backward(Tensor grad_output, Tensor input, "
-      "Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor mean, "
-      "Tensor rstd, Tensor codes, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
-      "SymInt groups, int[2] pool_kernel, int[2] pool_stride, int[2] pool_padding, "
-      "int[2] pool_dilation, bool[5] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      "Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor mean, Tensor rstd, Tensor codes, "
+      "Tensor moments, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups, "
+      "int[2] pool_kernel, int[2] pool_stride, int[2] pool_padding, int[2] pool_dilation, "
+      "bool[5] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
   m.impl("conv2d_batch_norm_relu_max_pool2d", forward_kernel<composed>);
   m.impl("conv2d_batch_norm_relu_max_pool2d_update", update_kernel<composed>);
-  m.impl("conv2d_batch_norm_relu_max_pool2d_backward", backward_kernel<composed>);
+  m.impl("conv2d_batch_norm_relu_max_pool2d_backward", backward_kernel<with_moments<composed>>);
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
 TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
   m.impl("conv2d_batch_norm_relu_max_pool2d", forward_kernel<forward_cuda>);
   m.impl("conv2d_batch_norm_relu_max_pool2d_update", update_kernel<forward_cuda>);
-  m.impl("conv2d_batch_norm_relu_max_pool2d_backward", backward_kernel<backward_cuda>);
+  m.impl("conv2d_batch_norm_relu_max_pool2d_backward",
+         backward_kernel<with_moments<backward_cuda>>);
 }
 #endif
 

@@ -211,8 +211,8 @@ def conv2d_batch_norm_backward(
 
 
 def _convolved_pooled(update: bool) -> Callable[..., list[Row]]:
-    """As `_convolved`; the codes are images."""
-    results, operands = 4, 7 if update else 5
+    """As `_convolved`; the codes are images, and the moments those of all windows."""
+    results, operands = 5, 7 if update else 5
 
     def rows(x: Any, w: Any, b: Any, *options: Any) -> list[Row]:
         table: list[Row] = [([R] * results, [R] * operands)]
@@ -220,7 +220,7 @@ def _convolved_pooled(update: bool) -> Callable[..., list[Row]]:
         if groups == 1:
             codes = S(1) if save else R
             channels = [S(0)] * (operands - 3)
-            table.append(([S(1), S(0), S(0), codes], [R, S(0), S(0), *channels]))
+            table.append(([S(1), S(0), S(0), codes, R], [R, S(0), S(0), *channels]))
         return table
 
     return rows
@@ -228,13 +228,13 @@ def _convolved_pooled(update: bool) -> Callable[..., list[Row]]:
 
 def conv2d_batch_norm_relu_max_pool2d_backward(
     dy: Any, x: Any, w: Any, b: Any, norm_weight: Any, mean: Any, rstd: Any, codes: Any,
-    *options: Any,
+    moments: Any, *options: Any,
 ) -> list[Row]:  # fmt: skip
     groups, wanted = options[3], options[-1]
-    table: list[Row] = [(picked(wanted, *[R] * 5), [R] * 8)]
+    table: list[Row] = [(picked(wanted, *[R] * 5), [R] * 9)]
     if groups == 1:  # the gradient of x is a sum over the output channels
         gradients = picked(wanted, P, S(0), S(0), S(0), S(0))
-        table.append((gradients, [S(1), R, S(0), S(0), S(0), S(0), S(0), S(1)]))
+        table.append((gradients, [S(1), R, S(0), S(0), S(0), S(0), S(0), S(1), R]))
     return table
 
 
