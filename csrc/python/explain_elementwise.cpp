@@ -37,14 +37,14 @@ Lines explain_activation(const std::string& dtype, const TensorLayout& input) {
           {"grad_input", describe(choose_activation_backward(backward))}};
 }
 
-Lines explain_activation_cpu(const std::string& activation, bool is_contiguous_float32,
-                             int64_t numel, bool onednn) {
+Lines explain_activation_cpu(const std::string& activation, bool is_dense_float32, int64_t numel,
+                             bool onednn) {
   const std::string ours = "vectorised loops";
   if (activation != "gelu") return {{"forward, backward", ours}};
-  const bool native = onednn_is_faster(activation, is_contiguous_float32, numel, onednn);
-  const char* why_not = !onednn                  ? "oneDNN is off"
-                        : !is_contiguous_float32 ? "oneDNN's is for contiguous float32"
-                                                 : "too small for oneDNN's call";
+  const bool native = onednn_is_faster(activation, is_dense_float32, numel, onednn);
+  const char* why_not = !onednn             ? "oneDNN is off"
+                        : !is_dense_float32 ? "oneDNN's is for dense float32"
+                                            : "too small for oneDNN's call";
   return {{"forward", native ? "native's kernel (oneDNN), the faster one for this size"
                              : ours + " (" + why_not + ")"},
           {"backward", ours}};

@@ -135,7 +135,7 @@ def _reduction(name: str, a: Arguments) -> Lines:
 def _activation(name: str, a: Arguments) -> Lines:
     x = a["input"]
     kind = name if a.get("approximate", "none") == "none" else f"{name}_{a['approximate']}"
-    dense = x.dtype == torch.float32 and x.is_contiguous()
+    dense = x.dtype == torch.float32 and torch.ops.aten.is_non_overlapping_and_dense(x)
     return _C.explain_activation_cpu(kind, dense, x.numel(), _onednn())
 
 

@@ -50,10 +50,10 @@ inline ElementwisePlan choose_activation_backward(const ActivationBackwardParams
 
 // Whether ATen's kernel computes the forward on a CPU: oneDNN's gelu, which takes half of our time
 // per element, after 8 us. `enabled`: torch.backends.mkldnn.enabled.
-inline bool onednn_is_faster(std::string_view activation, bool is_contiguous_float32, int64_t numel,
+inline bool onednn_is_faster(std::string_view activation, bool is_dense_float32, int64_t numel,
                              bool enabled) {
   constexpr int64_t kLeastElements = 16384;
-  return enabled && activation == "gelu" && is_contiguous_float32 && numel >= kLeastElements;
+  return enabled && activation == "gelu" && is_dense_float32 && numel >= kLeastElements;
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

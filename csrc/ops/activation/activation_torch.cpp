@@ -91,11 +91,18 @@ Tensor activation_backward_with(const Tensor& grad_output, const Tensor& kept,
 }
 
 Tensor activation_cpu_kernel(const Tensor& input, std::string_view activation) {
-  const bool dense_float32 = input.scalar_type() == at::kFloat && input.is_contiguous();
+  const bool dense_float32 =
+      input.scalar_type() == at::kFloat && input.is_non_overlapping_and_dense();
   const bool enabled = at::globalContext().userEnabledMkldnn();
   if (onednn_is_faster(activation, dense_float32, input.numel(), enabled)) {
     check_has_storage(input, "activation: input");
-    return at::gelu(input);
+    if (input.is_contiguous()) return at::gelu(input);
+    // ATen hands no others to oneDNN, but the order of the elements does not matter.
+    const auto flat = [&](const Tensor& tensor) { return tensor.as_strided({input.numel()}, {1}); };
+    const Tensor output = at::empty_like(input);
+    Tensor elements = flat(output);
+    at::gelu_out(elements, flat(input));
+    return output;
   }
   return activation_with(input, activation, activation_cpu);
 }
