@@ -80,6 +80,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default=defaults.device)
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--cases", type=int, default=defaults.cases, help="calls, or cases per op")
+    parser.add_argument(
+        "--compared", type=int, help="malformed public calls that native makes, too (default: all)"
+    )
     parser.add_argument("--minutes", type=float, default=defaults.minutes, help="at most, per part")
     parser.add_argument("--mutants", type=int, default=defaults.mutants)
     parser.add_argument(
@@ -144,7 +147,17 @@ def main() -> int:
         for name, part in PARTS.items():
             print(f"{name:18} {part.says}")
         return 0
-    fields = ("device", "seed", "cases", "minutes", "mutants", "per_file", "only", "pytorch")
+    fields = (
+        "device",
+        "seed",
+        "cases",
+        "compared",
+        "minutes",
+        "mutants",
+        "per_file",
+        "only",
+        "pytorch",
+    )
     options = Options(**{name: getattr(given, name) for name in fields})
     out = given.out or ROOT / records_folder(given.device)
     path = out / reliability.RESULT

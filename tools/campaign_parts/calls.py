@@ -56,7 +56,9 @@ def run(options: Options) -> list[Row]:
             detail=f"{len(ours.deaths)} deaths",
         )
         if kind == "public":
-            native = run_shards(replace(campaign, native=True))
+            # Each call that ends native's process costs the start of another one.
+            calls = options.cases if options.compared is None else options.compared
+            native = run_shards(replace(campaign, native=True, calls=min(calls, options.cases)))
             compared = [n for n in ours.results if native.results.get(n, ("none",))[0] != "none"]
             different = unexplained(ours, native)
             for number, (call, mine, natives, *_) in sorted(different.items()):

@@ -18,6 +18,7 @@ class Options:
     device: str = "cpu"
     seed: int = 0
     cases: int = 5000  # calls per kind, and random cases per op
+    compared: int | None = None  # public calls that native makes, too; None: all
     minutes: float = 60.0  # of a part that stops by time
     mutants: int = 200
     per_file: int = 12  # faults in each file of a build
