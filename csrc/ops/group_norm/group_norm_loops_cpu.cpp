@@ -127,6 +127,16 @@ struct GroupMeans {
   }
 };
 
+// Of a group: dx = dy * weight * rstd + ((x - mean) * by_x + summand).
+template <class Compute>
+struct GradientLine {
+  Compute by_x, summand;
+
+  GradientLine(const GroupMeans& means, double rstd)
+      : by_x(static_cast<Compute>(-means.slope * rstd * rstd)),
+        summand(static_cast<Compute>(-means.shift * rstd)) {}
+};
+
 template <class T>
 void backward_planes(const GroupNormBackwardParams& p, ChannelSums& sums) {
   using Compute = CpuCompute<T>;
@@ -142,23 +152,20 @@ void backward_planes(const GroupNormBackwardParams& p, ChannelSums& sums) {
         const int64_t at = c * p.spatial;
         const auto found = sums_along<T, 2>(p.spatial, [&]<class Access>(int64_t i, auto& terms) {
           terms[1] = Access::load(dy + at + i);
-          terms[0] = terms[1] * ((Access::load(x + at + i) - mean) * rstd);
+          terms[0] = terms[1] * (Access::load(x + at + i) - mean);
         });
-        sums.by_weight[group * channels + c] = found[0];
+        sums.by_weight[group * channels + c] = found[0] * static_cast<double>(rstd);
         sums.by_bias[group * channels + c] = found[1];
       }
       if (p.grad_input == nullptr) continue;
-      const GroupMeans means(p, sums, weight, group);
-      const auto slope = static_cast<Compute>(means.slope),
-                 shift = static_cast<Compute>(means.shift);
+      const GradientLine<Compute> line(GroupMeans(p, sums, weight, group), rstd);
       T* dx = static_cast<T*>(p.grad_input) + group * size;
       for (int64_t c = 0; c < channels; ++c) {
-        const Compute factor = weight[group % p.groups * channels + c];
+        const Compute by_dy = weight[group % p.groups * channels + c] * rstd;
         const int64_t at = c * p.spatial;
         for_accesses<T>(p.spatial, [&]<class Access>(int64_t i) {
-          const auto xhat = (Access::load(x + at + i) - mean) * rstd;
-          const auto grad = Access::load(dy + at + i) * factor;
-          Access::store(dx + at + i, rstd * (grad - shift - xhat * slope));
+          const auto from_x = (Access::load(x + at + i) - mean) * line.by_x + line.summand;
+          Access::store(dx + at + i, Access::load(dy + at + i) * by_dy + from_x);
         });
       }
     }
@@ -323,7 +330,6 @@ void backward_rows(const GroupNormBackwardParams& p, ChannelSums& sums) {
       }
     }
   };
-  // dx = dy * weight * rstd + ((x - mean) * slope + offset).
   auto write = [&](int64_t n, int64_t first, int64_t last) {
     if (p.grad_input == nullptr) return;
     const auto mean = of_channels<Compute>(p, n, means);
@@ -331,13 +337,10 @@ void backward_rows(const GroupNormBackwardParams& p, ChannelSums& sums) {
     for (int64_t c = 0; c < channels; ++c) factor[c] *= weight[c];
     AlignedArray<Compute> slope(channels), offset(channels);
     for (int64_t group = 0; group < p.groups; ++group) {
-      const GroupMeans found(p, sums, weight, n * p.groups + group);
-      const double rstd = rstds[n * p.groups + group];
-      const int64_t from = group * p.group_channels();
-      std::fill_n(slope.data() + from, p.group_channels(),
-                  static_cast<Compute>(-found.slope * rstd * rstd));
-      std::fill_n(offset.data() + from, p.group_channels(),
-                  static_cast<Compute>(-found.shift * rstd));
+      const int64_t of_batch = n * p.groups + group, from = group * p.group_channels();
+      const GradientLine<Compute> line(GroupMeans(p, sums, weight, of_batch), rstds[of_batch]);
+      std::fill_n(slope.data() + from, p.group_channels(), line.by_x);
+      std::fill_n(offset.data() + from, p.group_channels(), line.summand);
     }
     const Compute *by_dys = factor.data(), *centers = mean.data(), *by_xs = slope.data(),
                   *summands = offset.data();

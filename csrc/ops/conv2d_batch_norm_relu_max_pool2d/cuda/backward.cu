@@ -169,29 +169,31 @@ __global__ void __launch_bounds__(kMergeMomentsThreads)
   constexpr int kT = W::kElements;
   __shared__ WindowMoments<W> moments;
   __shared__ double sums[kT + 1];
-  wait_for_previous_kernel();
   const int64_t k = blockIdx.x;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const bool has_element = lane < kT;
+  const int64_t place = weight_place<W>(k, lane, p.shape.conv.channels_last);
+  // What the kernels before do not write.
+  const double w = has_element ? p.weight[place] : 0.0, rstd = p.rstd[k];
+  const double norm_weight = read_channel<double>(p.norm_weight, k, 1);
+  if (p.moments != nullptr) moments.load(p.moments);
+  wait_for_previous_kernel();
   for (int t = warp; t <= kT; t += kMergeMomentsThreads / kWarpSize) {
     const double total = group_total<kWarpSize>(winner_sums + (k * (kT + 1) + t) * blocks, blocks);
     if (lane == 0) sums[t] = total;
   }
   if (p.moments != nullptr) {
-    moments.load(p.moments);
+    __syncthreads();
   } else {
     moments.merge(window_sums, moments_blocks, static_cast<double>(p.shape.windows()));
   }
   if (warp != 0) return;
-  const bool has_element = lane < kT;
-  const int64_t place = weight_place<W>(k, lane, p.shape.conv.channels_last);
-  const double w = has_element ? p.weight[place] : 0.0;
   const double total = sums[kT];                                                        // G
   const double centered = has_element ? sums[lane] - total * moments.mean[lane] : 0.0;  // S - G m
   const double deviations = warp_reduce(w * centered, Sum{});                           // D
-  const double rstd = p.rstd[k];
   if (has_element && p.grad_weight != nullptr) {
     const double through_variance = rstd * rstd * deviations * moments.times(w);
-    const double scale = rstd * read_channel<double>(p.norm_weight, k, 1);
+    const double scale = rstd * norm_weight;
     p.grad_weight[place] = static_cast<float>(scale * (centered - through_variance));
   }
   if (lane != 0) return;

@@ -5,6 +5,21 @@
 namespace warpwright {
 namespace {
 
+// What a warp reads of an output channel: lane t < T has element t of its filter.
+template <class W>
+struct FoldedChannel {
+  double weight, bias, norm_weight, norm_bias, running_mean, running_var;
+
+  __device__ __forceinline__ FoldedChannel(const ConvNormPoolParams& p, int64_t k, int lane)
+      : weight(lane < W::kElements ? p.weight[weight_place<W>(k, lane, p.shape.conv.channels_last)]
+                                   : 0.0),
+        bias(p.bias == nullptr ? 0.0 : p.bias[k]),
+        norm_weight(read_channel<double>(p.norm_weight, k, 1)),
+        norm_bias(read_channel<double>(p.norm_bias, k, 0)),
+        running_mean(read_channel<double>(p.running_mean, k, 0)),
+        running_var(read_channel<double>(p.running_var, k, 0)) {}
+};
+
 // mean, rstd, the running statistics, and the weights with batch norm in them. Layout: folded
 // (T + 1, K), scale * weight and then the shift. Grid: one block; a warp has an output channel.
 template <class W>
@@ -13,33 +28,33 @@ __global__ void __launch_bounds__(kMergeMomentsThreads)
                            float* folded) {
   __shared__ WindowMoments<W> moments;
   let_next_kernel_start();
+  constexpr int kWarps = kMergeMomentsThreads / kWarpSize;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int channels = static_cast<int>(p.shape.conv.k);
+  // On its way meanwhile: the kernel before writes none of it.
+  FoldedChannel<W> of(p, min(warp, channels - 1), lane);
   wait_for_previous_kernel();
   const double windows = static_cast<double>(p.shape.windows());
   moments.merge(partials, blocks, windows);
   if (p.moments != nullptr) moments.keep(p.moments);
-  const int lane = threadIdx.x % kWarpSize;
-  const int channels = static_cast<int>(p.shape.conv.k);
-  for (int k = threadIdx.x / kWarpSize; k < channels; k += kMergeMomentsThreads / kWarpSize) {
+  for (int k = warp; k < channels; k += kWarps) {
+    if (k != warp) of = FoldedChannel<W>(p, k, lane);
     const bool has_element = lane < W::kElements;
-    const int64_t place = weight_place<W>(k, lane, p.shape.conv.channels_last);
-    const double w = has_element ? p.weight[place] : 0.0;
-    const double bias = p.bias == nullptr ? 0.0 : p.bias[k];
-    const double mean = bias + warp_reduce(has_element ? w * moments.mean[lane] : 0.0, Sum{});
-    double variance = warp_reduce(w * moments.times(w), Sum{});
+    const double mean =
+        of.bias + warp_reduce(has_element ? of.weight * moments.mean[lane] : 0.0, Sum{});
+    double variance = warp_reduce(of.weight * moments.times(of.weight), Sum{});
     if (variance < 0) variance = 0;  // by rounding; NaN stays
     const double rstd = 1 / sqrt(variance + p.eps);
-    const double scale = rstd * read_channel<double>(p.norm_weight, k, 1);
-    if (has_element) folded[lane * channels + k] = static_cast<float>(w * scale);
+    const double scale = rstd * of.norm_weight;
+    if (has_element) folded[lane * channels + k] = static_cast<float>(of.weight * scale);
     if (lane != 0) continue;
     folded[W::kElements * channels + k] =
-        static_cast<float>((bias - mean) * scale + read_channel<double>(p.norm_bias, k, 0));
+        static_cast<float>((of.bias - mean) * scale + of.norm_bias);
     p.mean[k] = static_cast<float>(mean);
     p.rstd[k] = static_cast<float>(rstd);
     const double unbiased = variance * (windows / (windows - 1));
-    const double old_mean = read_channel<double>(p.running_mean, k, 0);
-    const double old_variance = read_channel<double>(p.running_var, k, 0);
-    write_channel(p.running_mean, k, (1 - p.momentum) * old_mean + p.momentum * mean);
-    write_channel(p.running_var, k, (1 - p.momentum) * old_variance + p.momentum * unbiased);
+    write_channel(p.running_mean, k, (1 - p.momentum) * of.running_mean + p.momentum * mean);
+    write_channel(p.running_var, k, (1 - p.momentum) * of.running_var + p.momentum * unbiased);
   }
 }
 
