@@ -9,17 +9,22 @@ The folder has one sub-folder per class. Without --images the program draws its 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
-import torchvision
-from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
-from torchvision.transforms import v2
 
 import warpwright
+
+try:
+    import torchvision
+    from PIL import Image
+    from torchvision.transforms import v2
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: pip install torchvision pillow")
 
 
 def draw_stripes(folder: Path, per_class: int = 32) -> None:

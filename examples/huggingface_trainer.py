@@ -9,19 +9,25 @@ random number and goes up by one.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 
 import torch
 from torch.utils.data import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainingArguments,
-)
 
 import warpwright
+
+try:
+    import accelerate  # noqa: F401  Trainer imports it late
+    from transformers import (
+        AutoModelForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainingArguments,
+    )
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: pip install transformers accelerate")
 
 NUMBERS, LENGTH = 100, 32
 

@@ -8,14 +8,19 @@ Checkpoints that Lightning saves in between have the names of the native model's
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
-import lightning
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import warpwright
+
+try:
+    import lightning
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: pip install lightning")
 
 
 class Warpwright(lightning.Callback):

@@ -23,12 +23,16 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import warpwright
 import warpwright.functional as F
 from warpwright.testing import compare_with_native
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: pip install scikit-learn")
 
 SIDE = 28  # the course's images; scikit-learn's digits are enlarged to it
 WARM_UP = 3  # steps that are trained but not timed

@@ -14,8 +14,10 @@ import argparse
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -172,6 +174,11 @@ def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     if options.steps < 2 or options.batch % ranks:
         parser.error(f"expected at least 2 --steps, and a --batch that {ranks} ranks divide")
+
+    needs = {"mnist": ("sklearn", "scikit-learn"), "resnet50": ("torchvision", "torchvision")}
+    module, package = needs[options.model]
+    if find_spec(module) is None:
+        sys.exit(f"--model {options.model} needs {package}: pip install {package}")
 
     device = start(options.device)
     libraries = ["native", "warpwright"] if options.compare else ["warpwright"]

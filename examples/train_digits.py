@@ -8,14 +8,19 @@ The layers take the arguments of torch.nn's, so the model is what it would be th
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 import warpwright
 import warpwright.functional as F
 import warpwright.nn as nn
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: pip install scikit-learn")
 
 
 def build() -> torch.nn.Sequential:

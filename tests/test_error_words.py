@@ -31,6 +31,21 @@ def step(**changed):
     return graph_step(**(arguments | changed))
 
 
+class Own(nn.ReLU):
+    def forward(self, input):
+        return nn.functional.relu(input)
+
+
+def register(**changed):
+    arguments = {"forward": lambda self, input: F.relu(input), "example": lambda: (Own(), m)}
+    warpwright.register_layer(Own, op="relu", **(arguments | changed))
+
+
+def profile(**changed):
+    arguments = {"model": layer(), "inputs": m, "target": labels}
+    warpwright.profile(**(arguments | changed))
+
+
 CALLS = {
     "linear_gelu: approximate: expected 'none' or 'tanh', got 'erf'": lambda: F.linear_gelu(
         m, lin, approximate="erf"
@@ -76,11 +91,78 @@ CALLS = {
     "filter_fn: expected a function of (module, name) or None, got int": lambda: warpwright.swap(
         layer(), filter_fn=3
     ),
+    "filter_fn: expected a function of (module, name) or None, got one of (name)": (
+        lambda: warpwright.swap(layer(), filter_fn=lambda name: True)
+    ),
+    "filter_fn: expected a function of (module, name) or None, got the class Linear": (
+        lambda: warpwright.swap(layer(), filter_fn=nn.Linear)
+    ),
+    "ops: expected names of ops or None, got int": lambda: warpwright.swap(layer(), ops=3),
+    "ops: expected names of ops or None, got function": (
+        lambda: warpwright.patch(lambda: 1).__enter__()
+    ),
+    "loss_fn: expected a function of the model's output or None, got one of (output, target)": (
+        lambda: warpwright.swap(layer(), check=m, loss_fn=lambda output, target: output)
+    ),
     "loss_fn: expected a function of the model's output or None, got int": lambda: warpwright.swap(
         layer(), check=m, loss_fn=3
     ),
     "quantize: model: expected a torch.nn.Module, got int": lambda: warpwright.quantize(3),
     "unquantize: model: expected a torch.nn.Module, got int": lambda: warpwright.unquantize(3),
+    "unquantize: dtype: expected a torch.dtype or None, got 'half'": lambda: warpwright.unquantize(
+        layer(), "half"
+    ),
+    "quantize: group: expected a positive even number, got None": lambda: warpwright.quantize(
+        layer(), group=None
+    ),
+    "quantize: scheme: expected one of ['int8', 'int4'], got ['int4']": lambda: warpwright.quantize(
+        layer(), ["int4"]
+    ),
+    "forward: expected a function of (self, ...), got NoneType": lambda: register(forward=None),
+    "example: expected a function of (), got one of (input)": lambda: register(example=layer()),
+    "example: expected a function of (), got one of (x)": lambda: register(example=lambda x: x),
+    "example: expected it to return a tuple of a Own and a call's arguments, got 3": (
+        lambda: register(example=lambda: 3)
+    ),
+    "model: expected a torch.nn.Module, got the class Linear": lambda: profile(model=nn.Linear),
+    "inputs: expected the model's inputs as a tensor, a tuple of arguments or a dict": (
+        lambda: profile(inputs=None)
+    ),
+    "profile: a native step raises TypeError: linear(): argument 'input' (position 1) must be "
+    "Tensor, not str, in the model (Linear)": lambda: profile(inputs=("x",)),
+    "a native step raises TypeError: cross_entropy_loss(): argument 'target' (position 2)": (
+        lambda: profile(target="x")
+    ),
+    "step: expected a function of (model) or None, got int": lambda: profile(step=3),
+    "step: expected a function of (model) or None, got one of ()": lambda: profile(
+        step=lambda: None
+    ),
+    "loss: expected a function of (output, target) or None, got the class CrossEntropyLoss": (
+        lambda: profile(loss=nn.CrossEntropyLoss)
+    ),
+    "loss: expected a function of (output, target) or None, got one of (output)": (
+        lambda: profile(loss=lambda output: output.sum())
+    ),
+    "loss: expected it to return a tensor of one element, got NoneType": lambda: profile(
+        loss=lambda output, target: None
+    ),
+    "optimizer: expected a torch.optim.Optimizer or None, got list": lambda: profile(optimizer=[]),
+    "optimizer: expected a torch.optim.Optimizer or None, got the class SGD": lambda: profile(
+        optimizer=torch.optim.SGD
+    ),
+    "runs: expected an iterable of names or None, got int": lambda: profile(runs=3),
+    "out: expected the path of a folder or None, got int": lambda: profile(out=3),
+    "steps: expected an integer of at least 1, got None": lambda: profile(steps=None),
+    "seconds: expected a positive number, got '1'": lambda: profile(seconds="1"),
+    "scaler: expected a torch.amp.GradScaler or None, got int": lambda: step(scaler=3),
+    "example: expected a batch (inputs, *targets) whose inputs are a tensor, a tuple": (
+        lambda: step(example=(None, labels))
+    ),
+    "loss: expected a function of (output, *targets), of which example has 0, got one of (a, b)": (
+        lambda: step(example=m, loss=lambda a, b: a)
+    ),
+    "loss: expected a function of (output, *targets), of which example has 1, got the class "
+    "CrossEntropyLoss": lambda: step(loss=nn.CrossEntropyLoss),
     "device: expected a torch.device, 'cpu', 'cuda' or one of ": lambda: warpwright.explain(
         "relu", m, device="h300"
     ),
@@ -113,6 +195,11 @@ def test_errors_name_argument_and_expectation(words):
         (TypeError, ValueError, RuntimeError, NotImplementedError), match=re.escape(words)
     ):
         CALLS[words]()
+
+
+def test_a_filter_may_return_a_bool_of_a_tensor():
+    report = warpwright.swap(layer(), filter_fn=lambda module, name: module.weight.isfinite().all())
+    assert report.swapped
 
 
 def test_a_name_that_matches_nothing_has_no_neighbour():

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,44 @@ def test_without_torchrun(name, tmp_path):
     done = subprocess.run([sys.executable, program(name)], capture_output=True, text=True)
     assert done.returncode == 2
     assert f"start it with `torchrun --nproc_per_node N examples/{name}.py`" in done.stderr
+
+
+# What each imports besides warpwright: the module, and the package that brings it.
+IMPORTS = {
+    "train_digits": {"sklearn": "scikit-learn"},
+    "finetune_resnet": {"torchvision": "torchvision", "PIL": "pillow"},
+    "huggingface_trainer": {"transformers": "transformers", "accelerate": "accelerate"},
+    "lightning_callback": {"lightning": "lightning"},
+    "replace_layers": {"sklearn": "scikit-learn"},
+    "train_ddp": {"sklearn": "scikit-learn"},
+    "train_ddp --model resnet50": {"torchvision": "torchvision"},
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "module"), [(name, module) for name in IMPORTS for module in IMPORTS[name]]
+)
+def test_without_a_package(command, module, monkeypatch):
+    """One sentence names the package and the way to install it."""
+    for loaded in [module, *(n for n in sys.modules if n.startswith(f"{module}."))]:
+        monkeypatch.setitem(sys.modules, loaded, None)  # as if not installed
+    name, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [program(name), *arguments])
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(program(name), run_name="__main__")
+    assert re.search(rf": pip install .*\b{IMPORTS[command][module]}\b", ended.value.code)
+    assert "\n" not in ended.value.code
+
+
+def test_every_third_package_has_its_sentence():
+    """An example imports torch, warpwright, what warpwright needs, and what ``IMPORTS`` names."""
+    known = {*sys.stdlib_module_names, "torch", "warpwright", "rich", "click", "numpy"}
+    for path in EXAMPLES.glob("*.py"):
+        found = re.findall(r"^ *(?:import|from) (\w+)", path.read_text(), re.M)
+        named = {m for c, modules in IMPORTS.items() if c.split()[0] == path.stem for m in modules}
+        assert set(found) - known == named - ({"sklearn"} if path.stem == "train_ddp" else set())
 
 
 def test_every_example_is_listed_and_tested():

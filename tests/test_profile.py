@@ -2,8 +2,10 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -209,6 +211,7 @@ def test_report_files(profiled, tmp_path):
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(json.loads((out / "report.json").read_text()), schema)
     assert "speed-up" in str(report)
+    assert re.search(r"slowest modules, fused: \w+ \(\w+\) [\d.]+ ms, native [\d.]+; ", str(report))
 
 
 def test_memory_over_time(profiled):
@@ -223,6 +226,21 @@ def test_bad_arguments():
         warpwright.profile(3, torch.randn(2))
     with pytest.raises(ValueError, match="runs: expected names out of native"):
         warpwright.profile(nn.ReLU(), torch.randn(2), runs=["nope"])
+
+
+def test_any_mapping_of_keyword_arguments():
+    """As a tokenizer returns it."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    inputs = UserDict(input=torch.randn(6, 4))
+    report = warpwright.profile(model, inputs, runs=["swapped"], steps=1, seconds=0.01)
+    assert report.run("swapped")["error"] is None
+    assert warpwright.swap(model, check=inputs).check["unreached"] == []
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"out: expected a folder, got the file .*file"):
+        warpwright.profile(nn.ReLU(), torch.randn(2), out=tmp_path / "file")
 
 
 def test_a_run_that_fails_is_reported(monkeypatch):

@@ -50,6 +50,12 @@ def test_html():
     assert "<p>fused 1 of 1 chains</p>" in html
 
 
+def test_a_part_is_explained():
+    report = swap(nn.TransformerEncoderLayer(16, 2, batch_first=True).eval())
+    assert str(report).startswith("swapped 5 of 5 modules; 1 more run inside one of these (part);")
+    assert "runs as a part of MultiheadAttention" in str(report)
+
+
 def test_advice_on_the_memory_format():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 1))
     (sentence,) = layout_advice(model, on_hopper=lambda weight: True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import _C, _explain_cpu, _explain_images, functional
 from ._arch import why_no_kernel
+from ._arguments import shown
 from ._catalog import FUNCTIONALS, VARIANTS
 from ._explain_common import Arguments, Lines, dtype_name, may_take_sm90, operand_of
 from ._gpu import current_gpu
@@ -63,7 +64,9 @@ def explain(
     if name not in EXPLAINERS:
         near = ", ".join(map(repr, difflib.get_close_matches(name, EXPLAINERS)))
         known = f"near it: {near}" if near else f"one of {', '.join(EXPLAINERS)}"
-        raise ValueError(f"op: got {name!r}, expected a function of warpwright.functional, {known}")
+        raise ValueError(
+            f"op: got {shown(name)}, expected a function of warpwright.functional, {known}"
+        )
     try:
         bound = inspect.signature(getattr(functional, name)).bind(*args, **kwargs)
     except TypeError as error:
@@ -100,7 +103,7 @@ def _device(device: Any) -> torch.device:
     except (RuntimeError, TypeError):
         gpus = ", ".join(map(repr, _C.named_devices()))
         raise ValueError(
-            f"device: expected a torch.device, 'cpu', 'cuda' or one of {gpus}, got {device!r}"
+            f"device: expected a torch.device, 'cpu', 'cuda' or one of {gpus}, got {shown(device)}"
         ) from None
 
 

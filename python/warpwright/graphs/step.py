@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from .._user_errors import kind_of, require_function
 from ..optim._shards import local
 from .body import Body, Loss, Phase
 from .capture import Rates, move_step_counts, record, why_not_scaled
@@ -422,8 +423,6 @@ def graph_step(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not callable(loss):
-        raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
@@ -437,9 +436,19 @@ def graph_step(
         isinstance(clip_grad_norm, numbers.Real) and clip_grad_norm > 0
     ):
         raise ValueError(f"clip_grad_norm: expected a positive number, got {clip_grad_norm!r}")
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise TypeError(f"scaler: expected a torch.amp.GradScaler or None, got {kind_of(scaler)}")
     batch = example if isinstance(example, (tuple, list)) else (example,)
     if not batch:
         raise ValueError("example: expected a batch (inputs, *targets), got an empty one")
+    if not isinstance(batch[0], (Tensor, tuple, list, Mapping)):
+        raise TypeError(
+            "example: expected a batch (inputs, *targets) whose inputs are a tensor, a tuple of arguments "
+            f"or a dict of keyword arguments, got {kind_of(batch[0])}"
+        )
+    targets = batch[1:]
+    words = f"(output, *targets), of which example has {len(targets)}"
+    require_function("loss", loss, "output", *targets, words=words)
     body = Body(model, loss, optimizer, autocast, scaler, clip_grad_norm, accumulate)
     step = GraphStep(body, max_shapes=max_shapes, check=check, pool=pool)
     if step.why_eager:

@@ -59,13 +59,17 @@ def profile(
     Returns:
         The numbers; ``print`` shows a summary.
     Raises:
-        ValueError: ``runs`` has an unknown name.
-        TypeError: ``model`` is no module, ``runs`` is a string, or ``autocast`` is no dtype.
+        ValueError: ``runs`` has an unknown name, ``steps`` or ``seconds`` is not positive, or a native
+            step raises; the message says in which module.
+        TypeError: another argument is not of the kind above.
     """
     if isinstance(runs, str):
         raise TypeError(f"runs: expected an iterable of names, got the string {runs!r}")
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise TypeError(f"autocast: expected a torch.dtype or None, got {autocast!r}")
+    from .mistakes import require_native_step, require_types
+
+    require_types(model, inputs, target, step, loss, optimizer, runs, out, steps, seconds)
     from ..bench.records import ceilings, environment
     from . import ranks
     from . import runs as running
@@ -80,6 +84,7 @@ def profile(
     folder = Path(out) if out is not None and ranks.is_first() else None
     if folder is not None:
         from . import page  # says which package is missing before anything is measured
+    require_native_step("profile", workload)
     where = {**environment(device), **ceilings(device)}
     if ranks.count() > 1:
         where["ranks"] = ranks.count()

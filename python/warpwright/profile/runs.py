@@ -45,8 +45,10 @@ class Workload:
     compiled: Any = None  # torch.compile(model), once made
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise TypeError(f"model: expected a torch.nn.Module, got {type(self.model).__name__}")
+        if isinstance(
+            self.inputs, Mapping
+        ):  # a tokenizer's result is no dict, which tree_map needs
+            self.inputs = dict(self.inputs)
         if self.loss is None and self.target is not None and self.step is None:
             self.loss = nn.CrossEntropyLoss()
 
@@ -91,7 +93,11 @@ class Workload:
     def _loss(self, output: Any) -> Tensor:
         if self.loss is None:
             return mean_square(output)
-        return self.loss(output) if self.target is None else self.loss(output, self.target)
+        value = self.loss(output) if self.target is None else self.loss(output, self.target)
+        if not isinstance(value, Tensor):
+            got = type(value).__name__
+            raise TypeError(f"loss: expected it to return a tensor of one element, got {got}")
+        return value
 
     def _zero_grad(self) -> None:
         if self.optimizer is not None:

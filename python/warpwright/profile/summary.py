@@ -17,6 +17,7 @@ from .runs import Run, Workload
 from .trace import Joined, Label
 
 Row = dict[str, Any]
+SLOWEST = 3  # modules that the text names
 OURS = ("fused", "swapped")  # the first of these that ran is compared with native
 
 
@@ -97,8 +98,21 @@ class ProfileReport:
                 f"  speed-up of {self.ours['name']} {self.speedup:.2f} [{self.speedup_lo:.2f}, {self.speedup_hi:.2f}]; "
                 f"now {describe_bound(self.bound)}"
             )
+        lines += self._slowest()
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _slowest(self) -> list[str]:
+        """A line about the modules that take longest; those of a compiled run have no times."""
+        run = self.ours["name"] if self.ours is not None else "native"
+        timed = [row for row in self.modules if row["module"] and (row.get(run) or {}).get("ms")]
+        slowest = sorted(timed, key=lambda row: -row[run]["ms"])[:SLOWEST]
+        listed = []
+        for row in slowest:
+            native = (row.get("native") or {}).get("ms") if run != "native" else None
+            beside = f", native {native:.3f}" if native else ""
+            listed.append(f"{row['module']} ({row['op']}) {row[run]['ms']:.3f} ms{beside}")
+        return [f"  slowest modules, {run}: {'; '.join(listed)}"] if listed else []
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import nn as ours
+from .._arguments import shown
 from .._quantized_layers import QuantizedLinear
 from ..swap.classes import name_of
 from ..swap.report import REPLACED, SwapEntry, SwapReport
@@ -63,7 +64,7 @@ def quantize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize: model: expected a torch.nn.Module, got {type(model).__name__}")
-    if scheme not in SCHEMES:
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
         raise ValueError(f"quantize: scheme: expected one of {list(SCHEMES)}, got {scheme!r}")
     chosen, options = SCHEMES[scheme], Options(group, symmetric, method)
     why_left = selection(model, exclude, filter_fn)
@@ -120,6 +121,8 @@ def unquantize(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise TypeError(f"unquantize: model: expected a torch.nn.Module, got {got}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"unquantize: dtype: expected a torch.dtype or None, got {shown(dtype)}")
     changed = 0
     for module in model.modules():
         if type(module) is not QuantizedLinear:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .._arguments import shown
 from .._quantized_layers import QuantizedLinear
 from ._quantizers import Codes, check_method, int4, int8
 
@@ -20,8 +21,9 @@ class Options:
     method: str = "absmax"
 
     def __post_init__(self) -> None:
-        if self.group <= 0 or self.group % 2:
-            raise ValueError(f"quantize: group: expected a positive even number, got {self.group}")
+        if not isinstance(self.group, int) or self.group <= 0 or self.group % 2:
+            got = shown(self.group)
+            raise ValueError(f"quantize: group: expected a positive even number, got {got}")
         check_method("quantize", self.method)
 
 

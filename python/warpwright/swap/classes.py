@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import _catalog
 from .. import nn as ours
+from .._user_errors import kind_of
 from .patterns import KEEPER_LAYERS
 
 # native type -> (ours, the functional it runs on). The registry adds classes of other libraries.
@@ -67,6 +68,8 @@ def check_ops(ops: Iterable[str] | None, known: Iterable[str]) -> frozenset[str]
         raise TypeError(
             f"ops: expected names of ops, got a {got}; swap() takes the model, patch() none"
         )
+    if not isinstance(ops, Iterable):
+        raise TypeError(f"ops: expected names of ops or None, got {kind_of(ops)}")
     wanted = [ops] if isinstance(ops, str) else list(ops)
     for op in wanted:
         if op not in known:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._user_errors import module_of, sentence
+from .._user_errors import as_written, module_of, sentence
 from .judge import Call
 
 SHOWN = 8  # arguments of a forward that a message names
 
 
 def as_call(inputs: Any) -> Call:
-    if isinstance(inputs, dict):
-        return (), inputs
+    if isinstance(inputs, Mapping):  # a tokenizer's result is no dict
+        return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
     if isinstance(inputs, Tensor):
@@ -68,10 +68,7 @@ def _parameters(model: nn.Module) -> str:
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):  # a callable without a signature
         return "…"
-    names = []
-    for p in parameters:
-        stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
-        names.append(f"{stars}{p.name}{'' if p.default is p.empty else '='}")
+    names = [as_written(p) for p in parameters]
     return ", ".join(names[:SHOWN] + ["…"] * (len(names) > SHOWN))
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .. import integrations
+from .._user_errors import require_function
 from .advice import layout_advice
 from .blocks import base_of
 from .classes import NATIVE_LAYERS, below_parametrizations, set_class, set_class_below
@@ -71,9 +72,9 @@ def swap(
         An entry per module and, with ``fuse``, per chain; and advice on the memory format.
     Raises:
         SwapCheckError: ``check`` found a difference; carries the numbers.
-        TypeError: ``model`` is no module, ``exclude`` has something else than names and classes,
-            ``check`` is no tensor, tuple or dict, ``loss_fn`` or ``filter_fn`` can't be called, or
-            ``loss_fn`` returns no tensor.
+        TypeError: ``model`` is no module, ``ops`` is no iterable, ``exclude`` has something else than
+            names and classes, ``check`` is no tensor, tuple or dict, ``loss_fn`` or ``filter_fn`` can't
+            be called so, or ``loss_fn`` returns no tensor.
         ValueError: ``ops`` has an unknown name, a name or glob of ``exclude`` matches no module,
             ``dry_run`` comes with ``check``, or the native model raises on ``check``.
     Warns:
@@ -83,9 +84,7 @@ def swap(
         raise ValueError(
             "dry_run: expected False together with check, which swaps the model; got True"
         )
-    if loss_fn is not None and not callable(loss_fn):
-        got = type(loss_fn).__name__
-        raise TypeError(f"loss_fn: expected a function of the model's output or None, got {got}")
+    require_function("loss_fn", loss_fn, "output", words="the model's output", optional=True)
     plan = plan_swap(model, ops, filter_fn, exclude, fuse)
     advice = layout_advice(model)
     report = SwapReport(plan.entries, plan.fusions, dry_run=dry_run, advice=advice)

@@ -13,6 +13,7 @@ from torch import nn
 from .. import integrations
 from .._arch import why_no_kernel
 from .._catalog import OPS as CATALOG
+from .._user_errors import kind_of
 from ..functional._pool import WHY_NOT_GLOBAL, is_one
 from .candidates import names_in
 from .classes import (
@@ -149,8 +150,7 @@ def plan_swap(
 
 def check_is_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model: expected a torch.nn.Module, got {got}")
+        raise TypeError(f"model: expected a torch.nn.Module, got {kind_of(model)}")
 
 
 def _look_up(module: nn.Module) -> str:

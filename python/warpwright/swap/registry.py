@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._arguments import shown
 from .._tools import Layer, LayerType
+from .._user_errors import kind_of, require_function
 from ..integrations import loaded
 from . import patterns
 from .classes import MODULES, NATIVE_LAYERS, OPS
@@ -74,7 +76,8 @@ def register_layer(
             should be random: weights of 1 prove little.
     Raises:
         TypeError: ``module_class`` is no subclass of ``torch.nn.Module``, or a class of torch or
-            warpwright.
+            warpwright; ``forward`` or ``example`` can't be called so, or ``example`` returns no such
+            layer and arguments.
         ValueError: ``op`` is unknown, the class has no source code, or results or gradients on the
             example miss the error rule of :mod:`warpwright.testing`, in float32 or bfloat16.
     """
@@ -86,6 +89,9 @@ def register_layer(
         raise TypeError(f"module_class: {module_class.__name__} is a class of torch or warpwright")
     if op not in OPS:
         raise ValueError(f"op: expected one of {', '.join(OPS)}; got {op!r}")
+    if not callable(forward):
+        raise TypeError(f"forward: expected a function of (self, ...), got {kind_of(forward)}")
+    require_function("example", example, words="()")
     source = fingerprint(module_class)
     if source is None:
         raise ValueError(
@@ -185,7 +191,12 @@ def _faults(kind: type[nn.Module], made: type[nn.Module], known: Known) -> list[
     ):
         for dtype in (torch.float32, torch.bfloat16):
             torch.manual_seed(0)
-            layer, *args = known.example()
+            example = known.example()
+            layer = example[0] if isinstance(example, (tuple, list)) and example else None
+            if not isinstance(layer, nn.Module):
+                words = f"expected it to return a tuple of a {kind.__name__} and a call's arguments"
+                raise TypeError(f"example: {words}, got {shown(example)}")
+            args = [*example[1:]]
             layer = bare(layer, kind).to(dtype)
             for tensor in (*layer.parameters(), *args):
                 if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():

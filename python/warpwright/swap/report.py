@@ -19,7 +19,7 @@ NO_LAYER = "warpwright has no such layer"
 # Of a class that is not torch's, whose code calls functions that warpwright has.
 NO_LAYER_BUT_CALLS = f"{NO_LAYER}, but patch() routes the functions that it calls"
 # Of nn.Dropout in training.
-OTHER_NUMBERS = "left on purpose: a seed would drop other elements; warpwright.nn.Dropout does so"
+OTHER_NUMBERS = "on purpose: with the same seed, warpwright.nn.Dropout drops other elements"
 NOTHING = "computes nothing"  # Identity, Dropout in evaluation, Flatten
 PART = "runs as a part of "  # with the name of the module that computes it
 REPLACED = "its forward is replaced on the instance"
@@ -110,7 +110,7 @@ class SwapReport:
         names = {e.name for e in computing}
         done_names = {e.name for e in self.swapped}
         parts, idle = self.parts, self.computes_nothing
-        more = f"; {len(parts)} more run as a part of another" if parts else ""
+        more = f"; {len(parts)} more run inside one of these (part)" if parts else ""
         more += f"; {len(idle)} more compute nothing" if idle else ""
         yield (
             f"{f'would {self.VERB}' if self.dry_run else self.DONE} {len(done_names)} of {len(names)} modules"

@@ -318,7 +318,7 @@ def _why_not_trusted(base: Any) -> str:
 # ---- the plan ----
 
 CASTS = "under autocast: writes the dtype of the products that read it"
-ADDS = "under autocast: adds before it"
+ADDS = "under autocast: computes the addition before it, too"
 
 
 def plan_blocks(

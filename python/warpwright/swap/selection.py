@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from .._user_errors import require_function
 from .classes import name_of
 from .report import FILTERED
 
@@ -21,9 +22,7 @@ WhyLeft = Callable[[nn.Module, str], str | None]
 
 
 def selection(model: nn.Module, exclude: Exclude | None, filter_fn: Filter | None) -> WhyLeft:
-    if filter_fn is not None and not callable(filter_fn):
-        got = type(filter_fn).__name__
-        raise TypeError(f"filter_fn: expected a function of (module, name) or None, got {got}")
+    require_function("filter_fn", filter_fn, "module", "name", optional=True)
     excluded = {} if exclude is None else _excluded(model, exclude)
 
     def why_left(module: nn.Module, name: str) -> str | None:
