@@ -1,5 +1,6 @@
 """embedding gives native's rows, padding and norms, refuses indices out of range, and makes a layer."""
 
+import sys
 import warnings
 
 import pytest
@@ -363,6 +364,22 @@ def test_compile_of_norms(device, backend):
             warnings.simplefilter("ignore")
             call(indices, mine)
         torch.testing.assert_close(mine.cpu(), expected)
+
+
+def test_a_trace_on_a_gpu_keeps_our_norms(monkeypatch):
+    """Dynamo takes torch.compiler.is_exporting() for true in every trace, which once chose native's."""
+    module = sys.modules["warpwright.functional._embedding"]
+    monkeypatch.setattr(module, "_are_on_gpu", lambda *tensors: True)
+    torch.compiler.reset()
+    traced = []
+
+    def keep(graph, inputs):
+        traced.append(graph.code)
+        return graph.forward
+
+    call = torch.compile(lambda i, w: F.embedding(i, w, max_norm=0.5), backend=keep)
+    call(torch.tensor([0, 2]), torch.randn(4, 8))
+    assert "warpwright.embedding_renorm_" in traced[0]
 
 
 def test_explain():

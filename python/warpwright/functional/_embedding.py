@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _arguments
 from .._ops import ops
-from ._common import dynamo, exporting
+from ._common import dynamo, is_exported
 
 native: Any = torch.nn.functional
 
@@ -73,6 +73,10 @@ def embedding(
         raise _arguments.error(error, "embedding", tensors, {}) from None
 
 
+def _are_on_gpu(*tensors: Tensor) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
+
+
 def _renormalise(weight: Tensor, input: Tensor, max_norm: Any, norm_type: Any) -> None:
     """In place. Native's, unless both are on a GPU and no transform of torch.func watches them.
 
@@ -82,7 +86,7 @@ def _renormalise(weight: Tensor, input: Tensor, max_norm: Any, norm_type: Any) -
     most = _arguments.real("embedding_renorm_", "max_norm", max_norm)
     kind = _arguments.real("embedding_renorm_", "norm_type", norm_type)
     in_transform = not dynamo() and torch._C._functorch.peek_interpreter_stack() is not None
-    if exporting() or in_transform or not (weight.is_cuda and input.is_cuda):
+    if is_exported() or in_transform or not _are_on_gpu(weight, input):
         native._no_grad_embedding_renorm_(weight, input, most, kind)
     else:
         ops.embedding_renorm_(weight.detach(), input, most, kind)
