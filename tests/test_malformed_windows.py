@@ -236,6 +236,17 @@ def test_max_pool2d_window_out_of_range(device, where, name, value):
         OPS.max_pool2d_backward(codes.float(), codes, x.shape, kernel, *rest, False)
 
 
+@pytest.mark.parametrize("value", [2**62, MOST, -(2**63)])
+def test_counts_out_of_range(device, value):
+    """Their products with a size were once computed before the checks: a signed overflow."""
+    skip, x = torch.randn(2, 5, 11, 9, device=device), torch.randn(2, 3, 6, 5, device=device)
+    weight = torch.randn(3, 4, 3, 2, device=device)
+    with pytest.raises(RuntimeError, match="groups"):
+        F.conv_transpose2d_cat(skip, x, weight, stride=2, padding=1, groups=value)
+    with pytest.raises(RuntimeError, match="heads"):
+        OPS.split_qkv(torch.randn(2, 3, 24, device=device), value)
+
+
 # Arguments of the readers of codes: window and sizes of codes, for an input of 2 x 3 x 9 x 8.
 MALFORMED_READERS = [
     ([2], [2], [100000], [1], (4, 4)),

@@ -59,7 +59,7 @@ Tensors3 thirds_of(const Tensor& qkv, int64_t heads) {
 
 Tensors3 split_qkv(const Tensor& qkv, int64_t heads) {
   TORCH_CHECK(heads > 0, "split_qkv: heads: expected a positive number, got ", heads);
-  TORCH_CHECK(qkv.dim() >= 1 && qkv.sym_size(-1) % (3 * heads) == 0,
+  TORCH_CHECK(qkv.dim() >= 1 && qkv.sym_size(-1) % 3 == 0 && qkv.sym_size(-1) / 3 % heads == 0,
               "split_qkv: qkv: expected a last dimension of 3 * heads * head size with ", heads,
               " heads, got sizes ", qkv.sym_sizes());
   auto node = is_plain(qkv) ? make_node<SplitQkvBackward>({}, qkv) : nullptr;

@@ -158,17 +158,17 @@ Tensor conv_transpose2d_cat_autograd(const Tensor& skip, const Tensor& input, co
                                      SymInt groups, SymIntArrayRef dilation, bool skip_first) {
   const Tensor bias = value_or_undefined(bias_);
   const ConvTranspose2dGeometry geometry =
-      transposed_geometry(stride, padding, output_padding, groups, dilation);
+      transposed_geometry(stride, padding, output_padding, std::move(groups), dilation);
   const bool alike = skip.scalar_type() == input.scalar_type();
   if (!is_ours(input) || !alike || any_tangent(skip, input, weight, bias)) {
     return concatenated(skip, call::conv_transpose2d(input, weight, bias, geometry), skip_first);
   }
-  const SymInt channels = weight.dim() == 4 ? weight.sym_size(1) * groups : SymInt(0);
-  const SymInt skip_channels = skip.dim() >= 3 ? skip.sym_size(kChannels) : SymInt(0);
-  auto node = make_node<ConvTranspose2dCatBackward>({geometry, skip_channels, channels, skip_first},
-                                                    skip, input, weight, bias);
   Tensor output = below_autograd(
       [&] { return call::conv_transpose2d_cat(skip, input, weight, bias, geometry, skip_first); });
+  const SymInt skip_channels = skip.sym_size(kChannels);
+  const SymInt channels = output.sym_size(kChannels) - skip_channels;
+  auto node = make_node<ConvTranspose2dCatBackward>({geometry, skip_channels, channels, skip_first},
+                                                    skip, input, weight, bias);
   if (node) {
     node->save(input);
     node->save(weight);
