@@ -393,6 +393,19 @@ def test_freed_storage_of_what_native_computes(device, function, dtype, bytes_le
         function(x)
 
 
+@pytest.mark.parametrize("name", ["input", "weight"])
+@pytest.mark.parametrize("strides", [(4, 1), (1, 1)])
+def test_freed_storage_of_an_embedding_with_norms(device, name, strides):
+    """The copy of overlapping indices once read it, and the process ended."""
+    tensors = {
+        "input": torch.zeros(20, dtype=torch.int64, device=device).as_strided((3, 4), strides),
+        "weight": torch.ones(6, 7, device=device),
+    }
+    tensors[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="data is not allocated"):
+        F.embedding(**tensors, max_norm=1.0)
+
+
 @pytest.mark.parametrize("output_size", [(1, 2), 1])
 def test_freed_storage_of_a_pools_input(device, output_size):
     """Native's pool takes the sizes other than 1."""

@@ -57,6 +57,10 @@ def embedding(
         if padding_idx.__class__ is not int and not dynamo():
             padding_idx = _arguments.integer("embedding", "padding_idx", padding_idx)
     if max_norm is not None:
+        if not torch.compiler.is_compiling():
+            # The copy below, and native's norms, would read freed memory.
+            _arguments.require_storage("embedding", "input", input)
+            _arguments.require_storage("embedding", "weight", weight)
         input = input.contiguous()
         _renormalise(weight, input, max_norm, norm_type)
     if scale_grad_by_freq.__class__ is not bool:
