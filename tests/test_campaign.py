@@ -372,6 +372,8 @@ def test_record_and_page(tmp_path):
     assert [r["part"] for r in again["rows"]] == ["soak", "gpu", "fuzz"]
     assert "1 fault found and fixed, 1 open" in reliability.summary([again])
     assert "- `x \\| y`" in reliability.page({"p": again})
+    skipped = reliability.merge(record, [{**row("fuzz"), "not_run": "left out", "cases": 0}])
+    assert "**7 trials**" in reliability.summary([skipped])
     later = {**record, "rows": [{**row("fuzz"), "date": "2020-02-03"}]}
     assert "1 open" in reliability.summary([again, {**later, "device": "cuda"}])
     assert "0 open" in reliability.summary([again, later])

@@ -13,6 +13,7 @@ writes docs/reliability.md and README.md's line from it. A part that needs somet
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import os
 import sys
@@ -147,18 +148,7 @@ def main() -> int:
         for name, part in PARTS.items():
             print(f"{name:18} {part.says}")
         return 0
-    fields = (
-        "device",
-        "seed",
-        "cases",
-        "compared",
-        "minutes",
-        "mutants",
-        "per_file",
-        "only",
-        "pytorch",
-    )
-    options = Options(**{name: getattr(given, name) for name in fields})
+    options = Options(**{f.name: getattr(given, f.name) for f in dataclasses.fields(Options)})
     out = given.out or ROOT / records_folder(given.device)
     path = out / reliability.RESULT
     failed = False

@@ -15,7 +15,7 @@
 //   d norm_bias = G,  d norm_weight = rstd D,
 //   dw = norm_weight rstd (S - G m - rstd^2 D V w),  db = 0,
 // because batch norm subtracts whatever b adds.
-// Bytes (E = x, O = output, C = O / 4): forward 2E + O + C, backward 2E + O + C. One op after the
+// Bytes (E = x, O = output, C = O / 4): forward 2E + O + C, backward E + O + C. One op after the
 // other also moves Y, the convolution's output, 3 times forward and 4 times backward.
 #pragma once
 

@@ -50,10 +50,12 @@ def save(record: Record, path: Path) -> None:
 
 
 def merge(record: Record, rows: list[dict[str, Any]]) -> Record:
-    """The record with `rows` in place of those of the same parts."""
+    """The record with `rows` in place of those of the same parts. What did not run replaces no run."""
     parts = {row["part"] for row in rows}
     kept = [row for row in record["rows"] if row["part"] not in parts]
-    return {**record, "rows": [*kept, *rows]}
+    ran = {(row["part"], row["what"]): row for row in record["rows"] if not row["not_run"]}
+    new = [ran.get((row["part"], row["what"]), row) if row["not_run"] else row for row in rows]
+    return {**record, "rows": [*kept, *new]}
 
 
 def _is_open(row: dict[str, Any], record: Record, records: list[Record]) -> bool:

@@ -45,9 +45,7 @@ class Workload:
     compiled: Any = None  # torch.compile(model), once made
 
     def __post_init__(self) -> None:
-        if isinstance(
-            self.inputs, Mapping
-        ):  # a tokenizer's result is no dict, which tree_map needs
+        if isinstance(self.inputs, Mapping):  # tree_map needs a dict; a tokenizer's result is none
             self.inputs = dict(self.inputs)
         if self.loss is None and self.target is not None and self.step is None:
             self.loss = nn.CrossEntropyLoss()

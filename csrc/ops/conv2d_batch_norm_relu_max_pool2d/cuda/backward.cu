@@ -2,6 +2,7 @@
 // which the forward has kept, or a kernel computes again.
 #include <type_traits>
 
+#include "host/launch_cluster.h"
 #include "ops/batch_norm/cuda/sums.cuh"
 #include "ops/conv2d_batch_norm_relu_max_pool2d/cuda/moments.cuh"
 
@@ -216,14 +217,11 @@ void launch_conv2d_batch_norm_relu_max_pool2d_backward(const ConvNormPoolBackwar
     const int64_t shared =
         std::max(ImageTiles<W>::bytes(walk), int64_t{kRoundValues<W>} * kRoundPitch * 4);
     for_bool(walk.channels_last, [&]<bool kChannelsLast>() {
-      const auto launch_sums = [&](auto launch_kernel) {
-        launch_kernel(winner_sums_kernel<W, kChannelsLast>,
-                      dim3(static_cast<unsigned>(plan.winner_blocks)), dim3(kConvNormPoolThreads),
-                      shared, stream, p.input, p.grad_output, p.codes, winner_sums, walk);
-      };
       // Only after the moments' kernel may it start early.
-      kept ? launch_sums([](auto... args) { launch(args...); })
-           : launch_sums([](auto... args) { launch_dependent(args...); });
+      launch_overlapping(/*overlap=*/!kept, winner_sums_kernel<W, kChannelsLast>,
+                         dim3(static_cast<unsigned>(plan.winner_blocks)),
+                         dim3(kConvNormPoolThreads), /*cluster=*/1, shared, stream, p.input,
+                         p.grad_output, p.codes, winner_sums, walk);
     });
     launch_dependent(gradients_kernel<W>, dim3(static_cast<unsigned>(p.shape.conv.k)),
                      dim3(kMergeMomentsThreads), 0, stream, p, window_sums,
